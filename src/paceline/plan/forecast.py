@@ -393,10 +393,10 @@ def explain_choice(
         base_devices: the devices that speed-ups are said over.
     """
     most = max((row for row in rows if not row.objection), key=lambda row: row.devices)
-    name = _devices(chosen) + (f" ({chosen.placement})" if chosen.placement else "")
+    name = number_of(chosen.devices, "device") + (f" ({chosen.placement})" if chosen.placement else "")
 
     def speed(row: ForecastRow) -> str:
-        return f"{row.speedup / base_devices:.2f}x the speed of {base_devices if base_devices > 1 else 'one'}"
+        return f"{row.speedup / base_devices:,.2f}x the speed of {base_devices if base_devices > 1 else 'one'}"
 
     def reason(row: ForecastRow) -> str:
         useful = "" if row.useful_efficiency is None else f" ({100 * row.useful_efficiency:.0f} % in useful samples)"
@@ -411,19 +411,17 @@ def explain_choice(
         verdict = f"Stay with {name}: {why}."
     else:
         verdict = f"Use {name}: {speed(chosen)}."
-    sentences = [f"{_devices(chosen)}: {reason(chosen)}."] if chosen.devices > 1 else []
+    sentences = [f"{number_of(chosen.devices, 'device')}: {reason(chosen)}."] if chosen.devices > 1 else []
     if most is not chosen:
-        sentences.append(f"Not {_devices(most)}: {reason(most)}; the least efficiency is {100 * floor:g} %.")
+        efficient = f"the least efficiency is {100 * floor:g} %"
+        sentences.append(f"Not {number_of(most.devices, 'device')}: {reason(most)}; {efficient}.")
     best = max(rows, key=_worth)
     if best.objection and (gain := _worth(best) / _worth(chosen)) > 1 / NEARLY:
         sentences.append(
-            f"{_devices(best)} would be {gain:.2f}x as fast, but this job does not run there: {best.objection}."
+            f"{number_of(best.devices, 'device')} would be {gain:,.2f}x as fast, but this job does not run there: "
+            f"{best.objection}."
         )
     return verdict, " ".join(sentences)
-
-
-def _devices(row: ForecastRow) -> str:
-    return number_of(row.devices, "device")
 
 
 def _past_error(forecast_errors: Sequence[float]) -> str:

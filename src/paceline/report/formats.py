@@ -42,7 +42,7 @@ def duration(seconds: float | None) -> str:
 
 def times(factor: float | None) -> str:
     """A speed-up: 1.786 as "1.79x"."""
-    return NOTHING if factor is None else f"{factor:.2f}x"
+    return NOTHING if factor is None else f"{factor:,.2f}x"
 
 
 def quantity(number: float | None) -> str:

@@ -259,6 +259,8 @@ def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Reco
         reason = f"No larger count whose {limits} is as much as 3 % faster."
     if base.accuracy is None:
         reason += " No accuracy was measured, so this rests on time alone."
+    if (most := max(row.efficiency or 0.0 for row in rows)) > 1.1:
+        reason += f" An efficiency of {formats.percent(most, 0)} means that the smallest run was held up: repeat it."
     rejected = {count: f"Not {formats.devices(count)}: {listing(said)}." for count, said in objections.items() if said}
     return Recommendation(best.devices, _verdict(best, rows), reason, rejected)
 

@@ -41,7 +41,7 @@ class WatchedRun:
     name: str
     """The name of its folder."""
     state: str
-    """ "starting", "training", "finished", "failed" or "silent"; "running" is a script that tells no steps."""
+    """ "starting", "training", "finished", "stopped", "failed", "silent"; "running" is a script that tells no steps."""
     sentence: str
     """What to know about it first."""
     job: Mapping[str, str]
@@ -108,8 +108,7 @@ def _events(folder: Path, lines: Sequence[Fields], record: Fields, failure: Fiel
             yield _number(earlier, "noticed_at") or 0.0, f"{earlier.get('sentence')} The run was started again."
     for line in lines:
         if "epoch" in line and "time" in line:
-            loss = _number(line, "train_loss") or 0.0
-            yield _number(line, "time") or 0.0, f"Epoch {line['epoch']} ended: train loss {loss:.4g}."
+            yield float(line["time"]), f"Epoch {line['epoch']}: train loss {_number(line, 'train_loss') or 0.0:.4g}."
     if failure:
         yield _number(failure, "noticed_at") or 0.0, str(failure.get("sentence"))
     if record:
@@ -125,8 +124,10 @@ def _state(
         accuracy = record.get("accuracy")
         result = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
         return "finished", f"Finished after {record.get('steps')} steps{result}."
-    if notes and all(note.exit_code == 0 for note in notes):
+    if (codes := {note.exit_code for note in notes}) == {0}:
         return "finished", "All workers have ended."
+    if codes and codes <= {0, -2, -15, 130, 143}:  # by SIGINT or SIGTERM
+        return "stopped", "Stopped by Ctrl-C or another signal; the same command goes on from its checkpoint, if any."
     if silent_s > _SILENT_S:
         return "silent", f"Nothing was written for {silent_s:,.0f} s: the run ended without a record, or is stopped."
     return phase, f"{phase.capitalize()}."

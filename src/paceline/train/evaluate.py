@@ -210,8 +210,8 @@ class MetricStates:
             else:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ModelError(
-                    f"The metric '{name}' should be one value per sample, shape ({size},), or a paceline.Mean, but is "
-                    f"{got}."
+                    f"The metric '{name}' should be one value per sample, shape ({size},), or, for a mean over them, "
+                    f"paceline.Mean(mean, weight={size}), but is {got}."
                 )
         return found
 

@@ -46,6 +46,7 @@ from paceline.diagnosis.failures import (
     describe_hang,
     failure_path,
     find_hang,
+    place_in,
     raised_in,
     report_of,
 )
@@ -221,8 +222,10 @@ class Watch:
             self._heartbeats[rank] = Path(told.pop("heartbeat"))
             states.append(WorkerState(rank=rank, **told))
         self.states = states
-        if self._facts.rank == 0 and self.folder is not None:
-            self._write_status(self.folder)
+        if self._facts.rank == 0 and self.folder is not None:  # workers.json, for those who watch a run
+            shown = [WorkerStatus(s.rank, s.hostname, s.pid, s.step, s.doing, s.memory_bytes) for s in states]
+            with contextlib.suppress(OSError):
+                RunStatus(time.time(), tuple(shown)).save(self.folder / STATUS_FILE, run_file_mode())
 
     def _as_of_now(self, state: WorkerState) -> WorkerState:
         age_s = self._clock.watched_s(time.monotonic() - self._posted[state.rank][1])
@@ -350,14 +353,6 @@ class Watch:
         except OSError:
             return True
 
-    def _write_status(self, folder: Path) -> None:
-        """Write workers.json, for those who watch a run; a file that cannot be written is left as it is."""
-        workers = [
-            WorkerStatus(one.rank, one.hostname, one.pid, one.step, one.doing, one.memory_bytes) for one in self.states
-        ]
-        with contextlib.suppress(OSError):
-            RunStatus(time.time(), tuple(workers)).save(folder / STATUS_FILE, run_file_mode())
-
 
 def store_address(facts: env.WorkerFacts) -> tuple[str, int]:
     """The host and the port where rank 0, or the agent of its node, serves the store of the run."""
@@ -423,6 +418,8 @@ def _failure(error: BaseException) -> Failure:
     is_inside = read_vitals(own_file()).inside_s is not None and ("/torch/" in innermost or "/paceline/" in innermost)
     is_consequence = isinstance(error, RuntimeError) and (is_inside or "/torch/distributed/" in innermost)
     told = str(error) if is_user_error else raised_in("".join(lines.format_exception_only()))
+    if is_user_error and (place := place_in("".join(lines.format()), 1)):
+        told = f"{place}: {told}"
     return Failure(
         time=time.time(),
         message=shortened(_writable(told), 10_000),

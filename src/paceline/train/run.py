@@ -207,9 +207,9 @@ class Run:
         after `step`, such as a learning-rate scheduler or an average of the weights, belongs to that step.
 
         Args:
-            thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
-                workers, and `load_state_dict(state)`, which is called now if the run was resumed; or a generator of
-                random numbers, of torch, NumPy or Python.
+            thing: a dictionary of tensors, numbers, texts, and lists and dictionaries of these, alike on all workers,
+                which gets its content back now if the run was resumed (tensors on the CPU); something with such a
+                `state_dict()` and `load_state_dict(state)`; or a generator of torch, NumPy or Python.
         """
         self._kept.add(name, thing)
 

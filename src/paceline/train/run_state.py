@@ -36,35 +36,38 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
-Keepable = Stateful | RandomGenerator
+Keepable = Stateful | RandomGenerator | dict[Any, Any]
 """Objects that a script may ask a run to save with checkpoints."""
 
 
-class KeptGenerator:
-    """A generator of random numbers as something that a checkpoint can keep."""
+@dataclass(frozen=True)
+class KeptState:
+    """Something without `state_dict` as something that a checkpoint can keep."""
 
-    def __init__(self, generator: RandomGenerator) -> None:
-        self.generator = generator
+    read: Callable[[], Any]
+    put: Callable[[Any], Any]
 
     def state_dict(self) -> dict[str, Any]:
-        generator = self.generator
-        state: Any
-        if isinstance(generator, np.random.Generator):
-            state = generator.bit_generator.state
-        elif isinstance(generator, np.random.RandomState):
-            state = generator.get_state(legacy=False)
-        else:
-            state = generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-        return {"state": _without_arrays(state)}
+        return {"state": self.read()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        generator = self.generator
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state["state"]
-        elif isinstance(generator, random.Random):
-            generator.setstate(state["state"])
-        else:
-            generator.set_state(state["state"])
+        self.put(state["state"])
+
+
+def _stateful(thing: Any) -> Stateful | None:
+    """A thing as a checkpoint can keep it; None if that is not possible."""
+    if isinstance(thing, Stateful):
+        return thing
+    if isinstance(thing, dict):
+        return KeptState(lambda: thing, lambda state: (thing.clear(), thing.update(state)))
+    if isinstance(thing, random.Random):
+        return KeptState(thing.getstate, thing.setstate)
+    if isinstance(thing, np.random.Generator):
+        bits = thing.bit_generator
+        return KeptState(lambda: _without_arrays(bits.state), lambda state: setattr(bits, "state", state))
+    if isinstance(thing, np.random.RandomState):
+        return KeptState(lambda: _without_arrays(thing.get_state(legacy=False)), thing.set_state)
+    return KeptState(thing.get_state, thing.set_state) if isinstance(thing, torch.Generator) else None
 
 
 def _without_arrays(state: Any) -> Any:
@@ -89,14 +92,15 @@ class KeptObjects:
     def add(self, name: str, thing: Keepable, *, in_step: bool = False) -> None:
         """`in_step`: it moves in `Run.step` alone, not in what the script does between two steps. Raises `JobError` for
         a thing without a state, or a name that another thing has."""
-        if not isinstance(thing, Keepable):
+        kept = _stateful(thing)
+        if kept is None:
             raise JobError(
-                f"run.keep({name!r}, …) takes something with state_dict() and load_state_dict(state), or a generator "
-                f"of random numbers, not {shown(thing)}; put numbers into an object of your own that has both."
+                f"run.keep({name!r}, …) takes a dictionary, something with state_dict() and load_state_dict(state), or "
+                f"a generator of random numbers, not {shown(thing)}; put numbers into a dictionary."
             )
         if name in self._things:
             raise JobError(f"run.keep({name!r}, …) was called before; give each thing a name of its own.")
-        self._things[name] = KeptGenerator(thing) if isinstance(thing, RandomGenerator) else thing
+        self._things[name] = kept
         self.moves_between_steps |= not in_step
         self._restore([name])
 

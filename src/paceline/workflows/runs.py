@@ -442,6 +442,6 @@ def watch(runs: Iterable[Path | str] | Path | str) -> None:
         while True:
             found = [read_run(folder) for folder in folders]
             shown.update(watch_table(found, gpu_use()), refresh=console.is_terminal)
-            if not console.is_terminal or all(run.state in ("finished", "failed", "silent") for run in found):
+            if not console.is_terminal or {run.state for run in found} <= {"finished", "stopped", "failed", "silent"}:
                 break
             time.sleep(1.0)

@@ -16,19 +16,6 @@ from torch.utils.data import TensorDataset
 import paceline
 
 
-class Kept:
-    """Something of a script's own that is saved with a run."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return {"tree": self.state}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state["tree"]
-
-
 @dataclass(frozen=True)
 class Trained:
     """Where a run began and what it came to."""
@@ -36,7 +23,7 @@ class Trained:
     first_step: int
     weights: dict[str, Tensor]
     kept: Any
-    """What the run was left with of `Kept`."""
+    """What the run was left with of what it kept."""
 
 
 def small_model() -> nn.Module:
@@ -74,7 +61,7 @@ def train(
         progress=False,
     ) as run:
         model = small_model() if model is None else model
-        thing = Kept(kept)
+        thing = {"tree": kept}
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         run.keep("thing", thing)
         first_step = run.steps
@@ -86,7 +73,9 @@ def train(
                 run.evaluate(dataset, lambda _, batch: {"loss": told[: len(batch[0])]})  # noqa: B023 - called at once
             if run.steps in saves:
                 run.save()
-        return Trained(first_step, {name: one.detach().clone() for name, one in run.whole_state().items()}, thing.state)
+        return Trained(
+            first_step, {name: one.detach().clone() for name, one in run.whole_state().items()}, thing["tree"]
+        )
 
 
 def sealed(body: Mapping[str, Any]) -> bytes:

@@ -63,7 +63,7 @@ def test_a_run_is_shown_as_its_files_tell_of_it(
         "optim.lr",
         "0.1",
         "0.2",
-        "Epoch 1 ended",
+        "Epoch 1: train loss 0.5",
         "Rank 1 raised",
     ):
         assert fact in shown, fact
@@ -104,8 +104,8 @@ def test_a_run_of_which_nothing_was_heard_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_run_that_starts_or_is_long_in_a_step_is_not_silent_and_a_script_ends(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("starting", "alone", "named", "script", "ended")]
-    starting, alone, named, script, ended = folders
+    folders = [tmp_path / name for name in ("starting", "alone", "named", "script", "ended", "stopped")]
+    starting, alone, named, script, ended, stopped = folders
     for folder in folders:
         folder.mkdir()
     (starting / "job.json").write_text("{}")
@@ -115,4 +115,6 @@ def test_a_run_that_starts_or_is_long_in_a_step_is_not_silent_and_a_script_ends(
     _age(named)
     _status(script, time.time())
     _note(ended, 1, exit_code=0)
-    assert [read_run(folder).state for folder in folders] == ["starting", "running", "running", "training", "finished"]
+    _note(stopped, 1, exit_code=143)
+    states = ["starting", "running", "running", "training", "finished", "stopped"]
+    assert [read_run(folder).state for folder in folders] == states

@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import JobError
-from tests.unit.checkpoint.saving import Kept
 
 
 def train(folder: Path, max_steps: int | None = None) -> tuple[list[int], float, str]:
@@ -24,7 +23,7 @@ def train(folder: Path, max_steps: int | None = None) -> tuple[list[int], float,
         model = nn.Linear(4, 1)
         nn.init.ones_(model.weight)
         model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        scheduler, ends = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), Kept([])
+        scheduler, ends = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), {"steps": list[int]()}
         run.keep("scheduler", scheduler)
         run.keep("ends", ends)
         samples = torch.linspace(-1, 1, 96).view(24, 4)
@@ -32,8 +31,8 @@ def train(folder: Path, max_steps: int | None = None) -> tuple[list[int], float,
             for batch in run.batches(TensorDataset(samples[epoch:]), epoch):
                 run.step(batch, lambda model, shard: (model(shard[0]) - 1).square().mean())
             scheduler.step()
-            ends.state = [*ends.state, run.steps]
-        return ends.state, optimizer.param_groups[0]["lr"], run.weights_sha256()
+            ends["steps"].append(run.steps)
+        return ends["steps"], optimizer.param_groups[0]["lr"], run.weights_sha256()
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 6, 12])

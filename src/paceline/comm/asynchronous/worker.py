@@ -139,9 +139,12 @@ class AsynchronousWorker:
             if answer.is_last:
                 break
             if task is not None:
-                statistics, weight = self._compute(task, compute)
+                for parameter in self._parameters:
+                    parameter.grad = None
+                statistics, weight = compute(task.batch, task.shard)
                 oldest = max(first, answer.finished - self._settings.staleness)
-                computed = self._pushes(task, version, oldest, weight, is_weighted=is_weighted), statistics
+                pushes = self._pushes(task, version, oldest, weight, is_weighted=is_weighted)
+                computed = pushes, statistics.detach().cpu()
         if sending is not None:
             sending.result()
         if answer.lost is not None:
@@ -189,12 +192,6 @@ class AsynchronousWorker:
             for parameter, part in zip(self._parameters, values, strict=True):
                 parameter.copy_(part.view(parameter.shape))
         return True
-
-    def _compute(self, task: Task, compute: ComputeShard) -> tuple[Tensor, float]:
-        for parameter in self._parameters:
-            parameter.grad = None
-        statistics, weight = compute(task.batch, task.shard)
-        return statistics.detach().cpu(), weight
 
     def _pushes(self, task: Task, version: int, oldest: int, weight: float, *, is_weighted: bool) -> list[Push]:
         """The gradient that is in `.grad` of the parameters, for each server."""
