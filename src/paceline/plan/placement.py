@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, combinations, permutations, product, repeat
+from itertools import chain, combinations, pairwise, permutations, product, repeat
 
 from paceline.errors import ClusterError, JobError
 from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, Plan
@@ -58,7 +58,7 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
 
     def rank(ring: Sequence[int]) -> tuple[object, ...]:
         """What the rules 1 to 7 above compare, in their order; larger is better."""
-        hops = _hops(ring)
+        hops = list(pairwise([*ring, *ring[:1]]))
         return (
             across.isdisjoint(combinations(ring, 2)),
             across.isdisjoint(hops),
@@ -70,7 +70,7 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
         )
 
     def ring_of(devices: Sequence[int]) -> DeviceRing:
-        slowest = min(_hops(devices), key=lambda hop: (rates[hop], hop not in across))
+        slowest = min(pairwise([*devices, *devices[:1]]), key=lambda hop: (rates[hop], hop not in across))
         return DeviceRing(tuple(devices), links[slowest])
 
     is_uniform = len({(rates[pair], pair in across) for pair in combinations(indices, 2)}) < 2
@@ -88,10 +88,6 @@ def _links(node: Node, indices: Sequence[int]) -> dict[tuple[int, int], Link | N
     labels = {device.index: device.label for device in node.devices}
     by_ends = {ends: link for link in node.links for ends in (link.ends, link.ends[::-1])}
     return {(one, other): by_ends.get((labels[one], labels[other])) for one, other in product(indices, repeat=2)}
-
-
-def _hops(ring: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(ring, [*ring[1:], *ring[:1]], strict=True))
 
 
 def _nearness(link: Link | None) -> int:

@@ -59,7 +59,12 @@ def _stateful(thing: Any) -> Stateful | None:
     if isinstance(thing, Stateful):
         return thing
     if isinstance(thing, dict):
-        return KeptState(lambda: thing, lambda state: (thing.clear(), thing.update(state)))
+
+        def fill(state: dict[Any, Any]) -> None:
+            thing.clear()
+            thing.update(state)
+
+        return KeptState(lambda: thing, fill)
     if isinstance(thing, random.Random):
         return KeptState(thing.getstate, thing.setstate)
     if isinstance(thing, np.random.Generator):
