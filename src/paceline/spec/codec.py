@@ -101,7 +101,7 @@ class JsonValue:
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     """Build the dataclass `cls` from `mapping`; `where` is the dotted path used in error sentences."""
     if not isinstance(mapping, Mapping):
-        raise JobError(f"{where or 'The content'} = {shown(mapping)} should be a table.")
+        raise JobError(f"{where or 'The content'} = {shown(mapping)} should be a table, in Python a dict.")
     kinds = _kinds(cls)  # type: ignore[arg-type]
     for key in mapping:
         if key not in kinds:
