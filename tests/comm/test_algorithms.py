@@ -194,10 +194,7 @@ def test_bytes_sent_are_those_of_the_formula(
     assert sum_over("hierarchical", vectors, nodes, wire).between_nodes(nodes) == 2 * (len(nodes) - 1) * num_bytes
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "workers_per_node"),
-    [(1, 4), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2), (2, 4)],
-)
+@pytest.mark.parametrize(("num_nodes", "workers_per_node"), [(1, 4), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2), (2, 4)])
 @given(length=LENGTHS)
 @settings(max_examples=10)
 def test_the_tree_sends_as_much_between_nodes_as_two_levels(num_nodes: int, workers_per_node: int, length: int) -> None:

@@ -138,6 +138,15 @@ def test_a_node_of_which_nothing_tells_how_its_workers_ended_is_lost(tmp_path: P
     assert silent_node(tmp_path, within_s=0.1) is None
 
 
+def test_a_failure_that_cannot_be_noted_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a full disk."""
+    (tmp_path / "workers").touch()
+    write_note(tmp_path, ending(0, 1.0, 0))
+    write_note(tmp_path, replace(ending(1, 1.0, 3), output="no data here"))
+    told = "no data here\npaceline: rank 1 on node: ended with exit code 3 (not noted: "
+    assert capsys.readouterr().err.startswith(told)
+
+
 def test_a_kill_for_memory_is_told_with_what_helps(tmp_path: Path) -> None:
     for out_of_memory, words in ((True, "fewer samples"), (False, "has not counted")):
         write_note(tmp_path, WorkerProcess(0, 1, 100, "node", -9, 1.0, out_of_memory=out_of_memory))

@@ -19,10 +19,7 @@ from tests.verify.scripts import Script, cases_of
 from tests.verify.showing import outcomes, shown_by
 
 _GLOO = "not shown: workers send tensors of different sizes, and Gloo ends a process"
-NOT_SHOWN = {
-    "a_layer_frozen_on_one_rank": _GLOO,
-    "a_layer_whose_width_follows_from_the_rank": _GLOO,
-}
+NOT_SHOWN = {"a_layer_frozen_on_one_rank": _GLOO, "a_layer_whose_width_follows_from_the_rank": _GLOO}
 STATES = cases_of(State) | {
     name: kind for name, kind in cases_of(Draws).items() if "generator" in name or "clock" in name
 }

@@ -48,7 +48,7 @@ def main() -> None:
         exit_code = run(sys.argv[1:])
         print(end="", flush=True)
     except KeyboardInterrupt:
-        print("paceline: interrupted; all workers have ended.", file=sys.stderr)
+        to_stderr("paceline: interrupted; all workers have ended.")
         exit_code = 128 + signal.SIGINT
     except OSError as problem:  # the reader of the output, such as `head`, has ended, or a disk is full
         if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
@@ -56,11 +56,10 @@ def main() -> None:
         sys.stdout = None
         sys.exit(1 if problem.errno == errno.EPIPE else f"paceline: {problem.strerror}; make room, and start again.")
     except PacelineError as error:
-        if isinstance(error, WorkerFailed) and error.details:
-            print(printable(error.details.rstrip()), file=sys.stderr)
-        print(f"paceline: {error}", file=sys.stderr)
-        if isinstance(error, WorkerFailed) and error.report:
-            print(f"The report: {error.report}", file=sys.stderr)
+        told = [f"paceline: {error}"]
+        if isinstance(error, WorkerFailed):
+            told = [error.details.rstrip(), *told, f"The report: {error.report}" if error.report else ""]
+        to_stderr(printable("\n".join(filter(None, told))))
         exit_code = error.exit_code
     sys.exit(exit_code)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -223,5 +224,6 @@ def parse(name: str, command: Command, words: Sequence[str]) -> dict[str, Any]:
 
 
 def to_stderr(line: str) -> None:
-    """Print a line on standard error."""
-    print(line, file=sys.stderr)
+    """Print a line on standard error; its reader may have ended, or its disk be full: a run does not end by that."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)

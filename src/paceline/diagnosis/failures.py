@@ -11,13 +11,14 @@ import contextlib
 import json
 import re
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import shortened
+from paceline.errors import reason_of, shortened
 from paceline.files import make_run_folder, replace_text
 from paceline.heartbeat import Vitals
 from paceline.words import name_ranks, number_of
@@ -161,12 +162,15 @@ class WorkerProcess:
 
 
 def write_note(run_dir: Path, process: WorkerProcess, restart: int = 0) -> None:
-    """Note a worker's process, readable only by the user, unless the folder cannot be written to: a full disk is no
+    """Note a worker's process, readable only by the user, or tell standard error how it failed: a full disk is no
     reason not to train. `restart` is how often it has been started before."""
-    with contextlib.suppress(OSError):
+    try:
         make_run_folder(run_dir / "workers")
         note = json.dumps(asdict(process), indent=1)
         replace_text(run_dir / "workers" / f"{process.rank}-{restart}.json", note, 0o600)
+    except OSError as problem:
+        if process.exit_code:
+            print(f"{process.output}\npaceline: {process.line} (not noted: {reason_of(problem)})", file=sys.stderr)
 
 
 def read_notes(run_dir: Path, restart: int | None = None) -> list[WorkerProcess]:

@@ -94,8 +94,11 @@ class OneNode(StaticTCPRendezvous):
         return self.name
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = HashStore()
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self.master_addr))
+        # Held without listening: rank 0 serves its store there, seconds later, and no other run is given the same port.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind((self.master_addr, 0))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(*self._held.getsockname()))
 
 
 class _NoLogs(DefaultLogsSpecs):

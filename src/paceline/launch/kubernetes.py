@@ -69,22 +69,18 @@ def manifest(
     if memory_bytes is not None:
         limits["memory"] = f"{math.ceil(memory_bytes / (1 << 20))}Mi"
     requests = {"cpu": str(workers_per_pod * cpus_per_worker), **limits}
+    # It expands $(NAME) in commands and variables, and reads $$ as $.
     values = {
         "name": name,
         "port": PORT,
         "num_pods": num_pods,
         "workers_per_pod": workers_per_pod,
         "image": image,
-        "command": [_literal(word) for word in (*command, *program)],
+        "command": [word.replace("$", "$$") for word in (*command, *program)],
         "mount": str(mount),
         "claim": claim,
-        "variables": [{"name": key, "value": _literal(value)} for key, value in variables.items()],
+        "variables": [{"name": key, "value": value.replace("$", "$$")} for key, value in variables.items()],
         "resources": {"requests": requests, **({"limits": limits} if limits else {})},
     }
     template = Template(Path(__file__).with_name(f"{kind}.yaml").read_text(encoding="utf-8"))
     return template.substitute({key: json.dumps(value, ensure_ascii=False) for key, value in values.items()})
-
-
-def _literal(word: str) -> str:
-    """Escape `word` for Kubernetes, which expands $(NAME) in commands and variables and reads $$ as $."""
-    return word.replace("$", "$$")

@@ -155,8 +155,8 @@ def run_workers(
 
 
 def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
-    """The error that a run ends with; `first`: the first agent that ended with one."""
-    from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node  # no start needs it
+    """The error that a run ends with; `first`: the first agent that ended with one. No start needs what is loaded."""
+    from paceline.diagnosis.failures import NodeLoss, describe_failure, read_notes, signal_name, silent_node
 
     told, exit_code = first.told, first.exit_code or 0
     number = -exit_code if exit_code < 0 else exit_code - 128  # as a shell on another node says it
@@ -169,7 +169,8 @@ def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
     report = describe_failure(run_dir, loss)
     if report is None:
         why = told or f"{first.transport.python} ended with exit code {exit_code}"
-        return LaunchError(f"Nothing runs on {', '.join(first.transport.hostnames) or 'this node'}: {why}.")
+        what = f"Nothing tells in {run_dir} how workers failed" if read_notes(run_dir) else "Nothing runs"
+        return LaunchError(f"{what} on {', '.join(first.transport.hostnames) or 'this node'}: {why}.")
     saved = report.save(run_dir)
     if report.is_user_error:
         return PacelineError(report.sentence)

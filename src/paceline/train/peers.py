@@ -50,7 +50,7 @@ from paceline.diagnosis.failures import (
     raised_in,
     report_of,
 )
-from paceline.errors import PacelineError, PeerLost, shortened
+from paceline.errors import PacelineError, PeerLost, printable, shortened
 from paceline.files import replace_text, run_file_mode
 from paceline.heartbeat import Vitals, own_file, read_vitals
 from paceline.spec.record import STATUS_FILE, RunStatus, WorkerStatus
@@ -422,13 +422,8 @@ def _failure(error: BaseException) -> Failure:
         told = f"{place}: {told}"
     return Failure(
         time=time.time(),
-        message=shortened(_writable(told), 10_000),
-        traceback="" if is_user_error else shortened(_writable("".join(lines.format())), 100_000),
+        message=shortened(printable(told), 10_000),
+        traceback="" if is_user_error else shortened(printable("".join(lines.format())), 100_000),
         is_user_error=is_user_error,
         is_consequence=is_consequence or isinstance(error, PeerLost),
     )
-
-
-def _writable(text: str) -> str:
-    """Text without null characters and halves of pairs."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

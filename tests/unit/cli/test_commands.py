@@ -135,6 +135,7 @@ assert not heavy, heavy
     ("target", "exit_code", "said"),
     [
         ("> /dev/full", 1, "paceline: No space left on device; make room, and start again.\n"),
+        ("--nix 2> /dev/full", 2, ""),
         (">&-", 0, ""),
         ("> /dev/null", 0, ""),  # which takes the table's lines in an encoding that lacks them
     ],

@@ -311,11 +311,7 @@ def test_a_nearer_pci_path_is_never_slower(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("pair", "words"),
-    [
-        ("0,3", ["GPU0", "GPU3", "NV2", "50 GB/s"]),
-        ("GPU0,GPU1", ["NV1", "25 GB/s"]),
-        ("GPU5, 0", ["SYS", "socket"]),
-    ],
+    [("0,3", ["GPU0", "GPU3", "NV2", "50 GB/s"]), ("GPU0,GPU1", ["NV1", "25 GB/s"]), ("GPU5, 0", ["SYS", "socket"])],
 )
 def test_a_pair_is_one_sentence(pair: str, words: list[str]) -> None:
     sentence = paceline.topo(topologies.path_of("dgx1"), pair=pair).pair_sentence

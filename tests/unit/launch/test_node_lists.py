@@ -80,10 +80,7 @@ def test_any_text_is_nodes_or_one_sentence(text: str) -> None:
         assert not any(address.startswith("-") or set(address) & set(" ;$`'\"\\|&<>\n") for address in nodes)
 
 
-@pytest.mark.parametrize(
-    "text",
-    SLURM_LISTS,
-)
+@pytest.mark.parametrize("text", SLURM_LISTS)
 def test_workers_of_srun_meet_on_the_first_node_of_slurms_list(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("SLURM_", "MASTER_", "PACELINE_", "OMPI_", "RANK", "WORLD_SIZE")):

@@ -7,6 +7,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from paceline.env import WorkerFacts
 from paceline.heartbeat import own_file, read_vitals
 from paceline.launch.agent import OneNode
@@ -26,19 +28,19 @@ def test_a_worker_that_comes_before_the_store_goes_on_as_soon_as_it_is_there() -
         began = time.monotonic()
         _await_store(WorkerFacts(rank=0, world_size=2, init_method="tcp://127.0.0.1:1"), timeout_s=30.0)
         assert time.monotonic() - began < 10.0, "rank 0 serves the store itself"
+    _await_store(WorkerFacts(rank=1, world_size=2, init_method="tcp://127.0.0.1:1"), timeout_s=0.1)  # torch tells of it
 
 
-def test_a_store_that_never_comes_is_left_to_torch_to_tell_of() -> None:
-    _await_store(WorkerFacts(rank=1, world_size=2, init_method="tcp://127.0.0.1:1"), timeout_s=0.1)
-
-
-def test_an_agent_without_others_gives_workers_a_new_store_in_each_round() -> None:
+def test_an_agent_without_others_gives_workers_a_new_store_in_each_round_whose_port_no_other_run_is_given() -> None:
     alone = OneNode("127.0.0.1", 0, 0, 1, "run", 0)
     rounds = [alone.next_rendezvous() for _ in range(2)]
     assert [(one.rank, one.world_size) for one in rounds] == [(0, 1)] * 2
-    places = [one.bootstrap_store_info for one in rounds]
-    assert all(place is not None and place.master_addr == "127.0.0.1" for place in places)
     assert not alone.use_agent_store and rounds[0].store is not rounds[1].store
+    place = rounds[1].bootstrap_store_info
+    assert place is not None and place.master_addr == "127.0.0.1"
+    with pytest.raises(OSError, match="in use"), socket.socket() as of_another_run:
+        of_another_run.bind((place.master_addr, place.master_port))
+    socket.create_server((place.master_addr, place.master_port)).close()  # it shares the port, as torch's store does
 
 
 def test_a_worker_that_waits_for_the_status_of_others_is_seen_to_wait_also_at_the_end_of_a_run() -> None:
