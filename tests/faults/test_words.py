@@ -27,6 +27,18 @@ with paceline.init(global_batch_size=8, progress=False) as run:
             run.evaluate(data, lambda model, batch: {"loss": model(batch[0])[:, 0]})
 """
 
+TOLD_FOR_EVER = """
+import time
+from types import SimpleNamespace
+from paceline.env import WorkerFacts
+from paceline.train import peers
+
+peers.OTHERS_S = 0.1
+peers._watches.append(SimpleNamespace(tell=lambda failure: time.sleep(1000.0)))
+peers.tell_failures(WorkerFacts(rank=1, world_size=2, init_method="tcp://127.0.0.1:1"))
+raise ValueError("sample 17 is damaged")
+"""
+
 
 def _failure_of(folder: Path, script: str, *options: str) -> dict[str, Any]:
     (folder / "script.py").write_text(script)
@@ -40,6 +52,13 @@ def test_a_run_that_is_not_closed_ends_without_a_word() -> None:
     """As in an interactive interpreter."""
     words = [sys.executable, "-c", "import paceline; run = paceline.init(global_batch_size=8)"]
     assert subprocess.run(words, check=True, capture_output=True).stderr == b""
+
+
+def test_a_worker_ends_though_the_store_of_a_stopped_rank_0_answers_nobody() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_FOR_EVER], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and "ValueError: sample 17" in done.stderr, done.stderr
 
 
 def test_a_message_with_a_null_character_is_told(tmp_path: Path) -> None:

@@ -51,10 +51,7 @@ def killed(folder: Path, attempt: int, team: Team, kill: Kill) -> int:
 
 
 CHAINS: dict[str, tuple[list[tuple[Team, Kill]], Team]] = {
-    "2, 1 and 3 workers": (
-        [(Team(2), Kill("between steps", 4, 1)), (Team(1), Kill("in a step", 8, 0))],
-        Team(3),
-    ),
+    "2, 1 and 3 workers": ([(Team(2), Kill("between steps", 4, 1)), (Team(1), Kill("in a step", 8, 0))], Team(3)),
     "in the first save and before a manifest": (
         [(Team(2), Kill("manifest", 1, None)), (Team(2, "fsdp"), Kill("manifest", 5, None))],
         Team(1),

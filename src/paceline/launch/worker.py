@@ -135,13 +135,13 @@ def _tell_restart(run_dir: Path, restart: int) -> None:
 def _attend(process: subprocess.Popen[bytes], agent: int | None) -> float | None:
     """Pass on signals until the program has ended; leaves it to be reaped. Returns when it was asked to end, in seconds
     since the epoch; None: it was not."""
-    asked_at = None
+    asked_at, deadline = None, float("inf")  # clocks of the day are set, forward and back
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         came = signal.sigtimedwait(AWAITED, 1.0)
         number = None if came is None else came.si_signo
         if number not in (None, signal.SIGCHLD, signal.SIGUSR1):
-            asked_at = asked_at or time.time()
-        if os.getppid() != agent or (asked_at is not None and time.time() - asked_at > SAVE_S):
+            asked_at, deadline = asked_at or time.time(), min(deadline, time.monotonic() + SAVE_S)
+        if os.getppid() != agent or time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL)
         elif number not in (None, signal.SIGCHLD):
             os.kill(process.pid, number)  # not by `process`, which may reap it

@@ -66,11 +66,7 @@ def test_a_folder_that_would_add_an_option_of_sbatch_is_refused(out: str) -> Non
 
 @pytest.mark.parametrize(
     ("command", "options", "words"),
-    [
-        ("plan", {}, ["plan", "train"]),
-        ("launch", {"nodes": 0}, ["nodes"]),
-        ("launch", {"workers": -1}, ["workers"]),
-    ],
+    [("plan", {}, ["plan", "train"]), ("launch", {"nodes": 0}, ["nodes"]), ("launch", {"workers": -1}, ["workers"])],
 )
 def test_an_invalid_submission_is_refused(command: str, options: dict[str, int], words: list[str]) -> None:
     with pytest.raises((LaunchError, JobError)) as caught:
@@ -203,11 +199,7 @@ def test_a_name_that_kubernetes_refuses_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [
-        ({"out": "/elsewhere/1"}, "/data"),
-        ({"mount": "data", "out": "data/1"}, "data"),
-        ({"nodes": 0}, "nodes"),
-    ],
+    [({"out": "/elsewhere/1"}, "/data"), ({"mount": "data", "out": "data/1"}, "data"), ({"nodes": 0}, "nodes")],
 )
 @pytest.mark.parametrize("kind", ["job", "trainjob"])
 def test_invalid_pods_are_refused(kind: str, options: dict[str, Any], word: str) -> None:

@@ -139,10 +139,7 @@ def test_computing_activations_again_is_one_forward_pass_more() -> None:
 
 @pytest.mark.parametrize(
     ("num_workers", "workload", "words"),
-    [
-        (8, GPT | {"memory_bytes": 2.0 * GIB}, ["8 devices", "GiB"]),
-        (512, {}, ["512 devices", "virtual_shards = 256"]),
-    ],
+    [(8, GPT | {"memory_bytes": 2.0 * GIB}, ["8 devices", "GiB"]), (512, {}, ["512 devices", "virtual_shards = 256"])],
 )
 def test_what_fits_nowhere_is_one_sentence_with_numbers(
     num_workers: int, workload: dict[str, Any], words: list[str]

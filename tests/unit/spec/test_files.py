@@ -55,11 +55,7 @@ TIMING = JobTiming(
     num_samples=1437,
     settings={"model.name": "'lenet'"},
 )
-CLUSTER = Cluster(
-    (NODE, Node("kim@gpu2", 8, 2**34, "Xeon")),
-    timings=(TIMING,),
-    forecast_errors=(0.1, -0.03),
-)
+CLUSTER = Cluster((NODE, Node("kim@gpu2", 8, 2**34, "Xeon")), timings=(TIMING,), forecast_errors=(0.1, -0.03))
 PLAN = Plan(
     world_size=3,
     device_kind="cuda",
