@@ -74,7 +74,7 @@ def cells(*properties: str) -> list[ParameterSet]:
     for name in properties:
         for engine in ENGINES:
             if (engine, name) not in NOT_HELD:
-                marks = [pytest.mark.budget(processor_s=25), pytest.mark.xdist_group(engine)]  # one team, in test_law
+                marks = [pytest.mark.budget(processor_s=25), pytest.mark.xdist_group(engine)]  # share a team
                 found.append(pytest.param(engine, name, marks=marks, id=f"{engine}: {name}"))
     return found
 

@@ -27,8 +27,6 @@ from tests.kit.workers import run_ranks
 from tests.law.matrix import cells
 from tests.law.tasks import rows
 
-pytestmark = pytest.mark.xdist_group("costs of engines")  # two tests share what is measured
-
 WIDTH, BATCH_SIZE = 128, 64
 WHOLE = 8 * (3 * WIDTH * (WIDTH + 1) + models.NUM_CLASSES * (WIDTH + 1))
 """Bytes of the model's parameters, and so of its gradient, in float64."""
