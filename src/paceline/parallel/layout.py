@@ -53,8 +53,8 @@ class Layout:
         start, stop = assignment.own
         return stop - start
 
-    def begin_pass(self, stage: nn.Module, *, is_last: bool) -> None:
-        """Before a backward pass through these layers; `is_last`: of this step."""
+    def begin_pass(self, stage: nn.Module, *, is_last: bool, counts: bool = True) -> None:
+        """Before a backward pass through these layers; `is_last`: of this step; `counts`: not of a stand-in."""
 
     def end_passes(self) -> None:
         """After the step's last backward pass, before replicas have added their gradients up."""

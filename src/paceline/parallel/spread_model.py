@@ -102,6 +102,7 @@ class SpreadLayout(Layout):
         self._keeps_whole_gradients = False
         self._used: set[str] = set()
         """The names of parameters of which this worker has computed a gradient in this step."""
+        self._noted = self._used  # by passes of shards: what a stand-in uses does not count
         if may_skip and axes.mesh.fsdp > 1:
             self._note_used()
         module.register_forward_hook(self._after_evaluation)
@@ -113,7 +114,7 @@ class SpreadLayout(Layout):
         for name, parameter in self.module.named_parameters():
             is_trained = parameter.requires_grad
             parameter.requires_grad_(True)  # it may be unfrozen later
-            parameter.register_post_accumulate_grad_hook(functools.partial(lambda name, _: self._used.add(name), name))
+            parameter.register_post_accumulate_grad_hook(functools.partial(lambda name, _: self._noted.add(name), name))
             parameter.requires_grad_(is_trained)
         reshard(self.module)
 
@@ -127,7 +128,8 @@ class SpreadLayout(Layout):
             return super().num_passes(assignment)
         return max(stop - start for start, stop in assignment.shards_of_rank)
 
-    def begin_pass(self, stage: nn.Module, *, is_last: bool) -> None:
+    def begin_pass(self, stage: nn.Module, *, is_last: bool, counts: bool = True) -> None:
+        self._noted = self._used if counts else set()
         # ZeRO 1 adds gradients up once a step, 2 and 3 after every pass.
         if self.axes.mesh.zero_stage == 1 and not self._keeps_whole_gradients:
             for sharded in sharded_modules(stage):
