@@ -73,7 +73,6 @@ class CollectiveCall:
 @dataclass(frozen=True)
 class _Task:
     call: CollectiveCall
-    is_checked: bool
     values: Tensor
     sum_up: Callable[[Tensor], None]
     done: torch.futures.Future[Tensor]
@@ -129,12 +128,11 @@ class Aggregator:
         """Returns a future of `values`, which is fulfilled after an error too: see `raise_error`."""
         self._sequence += 1
         call = CollectiveCall(self._sequence, self._step, operation, name, str(values.dtype), tuple(values.shape))
-        is_checked = self._check_always or self._num_steps <= CHECKED_STEPS
         if self._stream is None:
-            task = _Task(call, is_checked, values, sum_up, torch.futures.Future())
+            task = _Task(call, values, sum_up, torch.futures.Future())
             self._tasks.put(task)
             return task.done
-        task = _Task(call, is_checked, values, sum_up, torch.futures.Future(devices=[self.links.device]))
+        task = _Task(call, values, sum_up, torch.futures.Future(devices=[self.links.device]))
         self._stream.wait_stream(torch.cuda.current_stream(self.links.device))
         with torch.cuda.stream(self._stream):
             self._do(task)
@@ -163,7 +161,7 @@ class Aggregator:
         if self._error is None:
             try:
                 with inside(str(task.call)):
-                    if task.is_checked:
+                    if self._check_always or self._num_steps <= CHECKED_STEPS:
                         check_agreement(task.call, self.links)
                     task.sum_up(task.values)
             except BaseException as error:

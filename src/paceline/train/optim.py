@@ -97,7 +97,7 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
     CPU it goes one by one, Adam with a dozen calls for each: there the fused kernels take over what they are right for.
     With `alike_on_shards` whole parameters are updated by the kernels that shards are, which give the same bits.
     """
-    for group in optimizer.param_groups:
+    for part, group in ((one, group) for one in parts_of(optimizer) for group in one.param_groups):
         parameters = group["params"]
         kinds = {one.device_mesh if is_dtensor(one) else None for one in parameters}
         if None in kinds and len(kinds) > 1:
@@ -110,10 +110,10 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
             # not at each operation, as shards are, and do not look at strides. For SGD they gain nothing.
             is_plain = all(one.is_contiguous() and one.itemsize > 2 for one in parameters)
             is_right = kinds == {None} and not alike_on_shards and is_plain
-            if is_right and are_floating and type(optimizer) in _FUSED_ON_SHARDS and not group["differentiable"]:
+            if is_right and are_floating and type(part) in _FUSED_ON_SHARDS and not group["differentiable"]:
                 group["fused"] = True
             continue
-        is_fused = type(optimizer) in (FUSED if kinds == {None} and not alike_on_shards else _FUSED_ON_SHARDS)
+        is_fused = type(part) in (FUSED if kinds == {None} and not alike_on_shards else _FUSED_ON_SHARDS)
         if len(kinds) > 1:
             group["foreach"] = False
         elif is_fused and are_floating:

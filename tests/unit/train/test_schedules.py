@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -121,13 +121,14 @@ def test_a_group_that_is_added_to_the_first_of_two_optimizers_leaves_the_rates_o
     layers = nn.Linear(1, 1), nn.Linear(1, 1)
     optim = {"schedule": "linear"}
     with paceline.init(global_batch_size=SIZE, virtual_shards=1, epochs=2, optim=optim, progress=False) as run:
-        first, second = SGD([layers[0].weight], lr=0.1), SGD(layers[1].parameters(), lr=0.01)
+        first, second = SGD([layers[0].weight], lr=0.1), AdamW(layers[1].parameters(), lr=0.01)
         run.prepare(nn.Sequential(*layers), [first, second])
         for batch in run.batches(TensorDataset(torch.zeros(SIZE, 1))):
             if run.steps:
                 first.add_param_group({"params": [layers[0].bias], "lr": 0.04})
             run.step(batch, lambda model, shard: model(shard[0]).mean())
     assert [group["lr"] for group in (*first.param_groups, *second.param_groups)] == pytest.approx([0.05, 0.02, 0.005])
+    assert second.param_groups[0]["fused"]  # as if it were the only one
 
 
 class WithoutRate(torch.optim.Optimizer):
