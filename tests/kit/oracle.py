@@ -80,8 +80,8 @@ def cut(samples: Sequence[int], num_shards: int) -> list[Sequence[int]]:
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def mixed(*keys: int) -> int:
-    """63 random bits that belong to these keys: SplitMix64 (Steele, Lea, Flood 2014) of one after the other."""
+def mixed_bits(*keys: int) -> int:
+    """64 random bits that belong to these keys: SplitMix64 (Steele, Lea, Flood 2014) of one after the other."""
     state = 0
     for place, key in enumerate(keys, 1):
         state += (key + 1) * _GOLDEN if place == len(keys) else key + _GOLDEN
@@ -89,7 +89,12 @@ def mixed(*keys: int) -> int:
         state = (state ^ (state >> 30)) * _MIX_1 % 2**64
         state = (state ^ (state >> 27)) * _MIX_2 % 2**64
         state ^= state >> 31
-    return state >> 1
+    return state
+
+
+def mixed(*keys: int) -> int:
+    """The seed that belongs to these keys."""
+    return mixed_bits(*keys) >> 1
 
 
 OF_SAMPLES, OF_SHARDS = 7, 8
@@ -161,6 +166,9 @@ def add_gradients(task: Task, model: nn.Module, batch: Sequence[int], epoch: int
         inputs = [read(task.data, sample, mixed(task.seed, OF_SAMPLES, epoch, sample)) for sample in samples]
         for name, buffer in model.named_buffers():
             buffer.copy_(begin[name])
+        for layer in model.modules():
+            if isinstance(layer, nn.BatchNorm1d):  # over a single value it uses its running statistics
+                layer.train(len(samples) > 1)
         _shard_seed[0] = mixed(task.seed, OF_SHARDS, step, shard)
         seed_all(_shard_seed[0])
         found = task.loss(model, as_double(default_collate(inputs)))

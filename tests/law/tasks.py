@@ -77,7 +77,7 @@ WHOLE_BATCH = {
 
 BY_SHARD = {
     "random numbers": Task(models.layers_with_dropout, losses.with_noise, RandomRows(), _sgd),
-    "batch norm": Task(models.layers_with_norm, losses.classes, rows(22), _sgd, global_batch_size=12),
+    "batch norm": Task(models.layers_with_norm, losses.classes, rows(25), _sgd, global_batch_size=12),
     "coupled samples": Task(models.layers, losses.contrast, rows(20), _sgd),
     "checkpoint": Task(models.layers_with_dropout, losses.classes, rows(20), _adamw),
     "checkpoint, without momentum": Task(models.layers_with_dropout, losses.classes, rows(20), _sgd),

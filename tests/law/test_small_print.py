@@ -230,23 +230,26 @@ def test_gradients_of_replicas_exist_once_in_the_vector_that_is_sent() -> None:
     assert run_ranks(_places_of_gradients, 2) == [(1, 1, True)] * 2
 
 
-def _beside_the_optimizer(parity: str) -> list[Any]:
+def _beside_the_optimizer(parity: str, dtype: torch.dtype) -> list[Any]:
     """Train one of two layers: the other gets gradients, which count in the norm, and no update."""
     torch.manual_seed(0)
-    trained = nn.Linear(2, 2)
+    trained, other = nn.Linear(2, 2), nn.Linear(2, 1, dtype=dtype)
+    other.register_forward_pre_hook(lambda _layer, inputs: (inputs[0].to(dtype),))
+    other.register_forward_hook(lambda _layer, _inputs, output: output.float())
     with _init(optim={"clip_norm": 0.1}, parity=parity) as run:
-        run.prepare(nn.Sequential(trained, nn.Linear(2, 1)), _sgd(trained.parameters()))
+        run.prepare(nn.Sequential(trained, other), _sgd(trained.parameters()))
         for batch in run.batches(_pairs(24)):
             run.step(batch, _squares)
         found: list[Any] = trained.weight.flatten().tolist()
         return found
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
 @pytest.mark.parametrize("parity", ["numeric", "bitwise"])
-def test_gradients_beside_the_optimizer_are_those_of_one_step(parity: str) -> None:
-    (alone,) = run_ranks(_beside_the_optimizer, 1, parity)
-    rounding = 0.0 if parity == "bitwise" else 1e-5
-    assert all(found == pytest.approx(alone, rel=rounding) for found in run_ranks(_beside_the_optimizer, 2, parity))
+def test_gradients_beside_the_optimizer_are_those_of_one_step(parity: str, dtype: torch.dtype, rounding: float) -> None:
+    (alone,) = run_ranks(_beside_the_optimizer, 1, parity, dtype)
+    for found in run_ranks(_beside_the_optimizer, 2, parity, dtype):
+        assert found == pytest.approx(alone, rel=0.0 if parity == "bitwise" else rounding)
 
 
 def _each_by_its_own_step(parity: str) -> list[float]:

@@ -31,7 +31,7 @@ class _Stream(IterableDataset[Any]):
 
 
 def _calls(
-    folder: Path, parity: str, every_steps: int | None, *, is_stream: bool = False
+    folder: Path, job: dict[str, Any], every_steps: int | None, *, is_stream: bool = False
 ) -> tuple[list[int], dict[str, list[float]]]:
     """The calls of the loss function in each step, and what gradients and buffers are at the end of a step."""
     calls = 0
@@ -49,7 +49,7 @@ def _calls(
         global_batch_size=8,
         virtual_shards=NUM_SHARDS,
         precision="float64",
-        parity=parity,
+        **job,
         checkpoint=checkpoint if every_steps else {},
         progress=False,
     ) as run:
@@ -64,22 +64,25 @@ def _calls(
     return found, seen
 
 
-@pytest.mark.parametrize("parity", ["numeric", "bitwise"])
+BITWISE, AVERAGED = {"parity": "bitwise"}, {"aggregation": {"method": "local_sgd", "sync_every": 2}}
+
+
+@pytest.mark.parametrize("job", [{}, BITWISE, AVERAGED])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_shard_is_a_call_and_the_audit_is_one_more(num_workers: int, parity: str, tmp_path: Path) -> None:
+def test_a_shard_is_a_call_and_the_audit_is_one_more(num_workers: int, job: dict[str, Any], tmp_path: Path) -> None:
     own = NUM_SHARDS // num_workers
-    for found, _ in run_ranks(_calls, num_workers, tmp_path, parity, None):
+    for found, _ in run_ranks(_calls, num_workers, tmp_path, job, None):
         assert found == [own + 1, own + 1, *[own] * (NUM_STEPS - 3), own + 1]
 
 
 def test_a_stream_whose_end_is_not_known_is_audited_in_its_first_steps_alone(tmp_path: Path) -> None:
-    (found, _), _ = run_ranks(functools.partial(_calls, is_stream=True), 2, tmp_path, "numeric", None)
+    (found, _), _ = run_ranks(functools.partial(_calls, is_stream=True), 2, tmp_path, {}, None)
     assert found == [3, 3, *[2] * (NUM_STEPS - 2)]
 
 
 def test_the_audit_before_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
-    with_saves = run_ranks(_calls, 2, tmp_path / "saves", "bitwise", 4)
-    without = run_ranks(_calls, 2, tmp_path / "none", "bitwise", None)
+    with_saves = run_ranks(_calls, 2, tmp_path / "saves", BITWISE, 4)
+    without = run_ranks(_calls, 2, tmp_path / "none", BITWISE, None)
     assert [found for found, _ in with_saves] == [[3, 3, 2, 3, 2, 3]] * 2
     assert [seen for _, seen in with_saves] == [seen for _, seen in without]
 

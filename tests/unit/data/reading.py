@@ -25,11 +25,6 @@ def numbers_in(shards: list[Any]) -> list[int]:
     return [int(number) for shard in shards for number in shard]
 
 
-def shards_of(batch: Any) -> list[Any]:
-    """The virtual shards of a worker's batch."""
-    return list(batch)
-
-
 class Numbers(Dataset[int]):
     """Its samples are their numbers."""
 
@@ -70,6 +65,6 @@ def read_batches(
         model = nn.Linear(1, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
         for batch in run.batches(dataset, collate_fn=collate_fn, **loading):
-            found.append(look(shards_of(batch)))
+            found.append(look(list(batch)))
             run.step(batch, lambda model, _: model(torch.ones(1, 1)).mean())
     return found

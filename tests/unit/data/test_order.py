@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from paceline.data import load
 from paceline.data.randomness import hash_keys, integers, key, permuted, uniform
 from paceline.spec import DataSpec
+from tests.kit.oracle import mixed_bits
 from tests.kit.workers import in_turn, run_ranks
 from tests.unit.data.reading import Numbers, collate, numbers_in, read_batches
 
@@ -149,25 +150,13 @@ def test_all_permutations_of_few_samples_come_equally_often(size: int) -> None:
     assert squares / 10 - freedom < 4 * math.sqrt(2 * freedom)
 
 
-def mixed(*parts: int) -> int:
-    """64 random bits: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), one part after the other."""
-    state = 0
-    for place, part in enumerate(parts, 1):
-        state += (part + 1) * 0x9E3779B97F4A7C15 if place == len(parts) else part + 0x9E3779B97F4A7C15
-        state %= 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        state ^= state >> 31
-    return state
-
-
 KEYS = st.tuples(st.integers(0, 2**63), st.integers(0, 30), st.integers(0, 10**6))
 
 
 @given(KEYS, st.lists(st.integers(0, 2**40), min_size=1, max_size=20), st.integers(1, 1000))
 def test_draws_are_hashes_of_their_keys(keys: tuple[int, int, int], indices: list[int], high: int) -> None:
     numbers = np.array(indices, np.int64)
-    bits = [mixed(*keys, index) for index in indices]
+    bits = [mixed_bits(*keys, index) for index in indices]
     assert hash_keys(*keys, numbers).tolist() == bits
     assert [key(*keys, index) for index in indices] == [one >> 1 for one in bits]
     drawn = uniform(*keys, numbers)

@@ -6,6 +6,7 @@ import csv
 import math
 import os
 from contextlib import nullcontext
+from dataclasses import astuple
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,40 +22,29 @@ import paceline
 from paceline.parallel.layout import squared_norm
 from paceline.plan.forecast import statistical_efficiency
 from paceline.train.meters import NoiseScale, SmoothedNoise
+from tests.kit import losses
+from tests.kit.engines import ENGINES, Engine
+from tests.kit.oracle import add_gradients
 from tests.kit.step_costs import Operators, loss_fn
+from tests.kit.train import init, prepare
+from tests.kit.workers import run_ranks
+from tests.law.tasks import TASKS
 
 positive = st.floats(1e-3, 1e6)
 batches = st.integers(1, 2**20)
 
 
-@given(positive, positive, st.floats(1, 1e4), st.floats(1.01, 100))
-def test_expected_norms_give_back_signal_and_noise(sqr: float, var: float, small: float, factor: float) -> None:
-    """E|G_B|^2 = |G|^2 + tr(Sigma) / B, at two batch sizes."""
-    large = small * factor
-    found = NoiseScale.from_norms(sqr + var / small, small, sqr + var / large, large)
+@given(positive, positive, st.lists(st.integers(1, 10_000), min_size=2, max_size=9))
+def test_expected_norms_of_the_parts_of_a_batch_give_back_signal_and_noise(
+    sqr: float, var: float, sizes: list[int]
+) -> None:
+    """E|G_B|^2 = |G|^2 + tr(Sigma) / B, of parts of any sizes, and of all of it."""
+    large, factor = sum(sizes), len(sizes)
+    small_sqr = sum(size / large * (sqr + var / size) for size in sizes)
+    found = NoiseScale.from_norms(small_sqr, large / factor, sqr + var / large, large)
     # What rounding costs where one of the two is hardly there.
-    size = sqr + var / small
-    assert found.grad_sqr == pytest.approx(sqr, abs=1e-12 * size * factor / (factor - 1))
-    assert found.grad_var == pytest.approx(var, abs=1e-12 * size * large / (factor - 1))
-
-
-def test_the_estimates_are_unbiased() -> None:
-    """Gradients drawn from a known distribution, in parts of unequal size that make up the large batch."""
-    draw = np.random.default_rng(0)
-    mean, spread = draw.normal(size=20) / 4, draw.uniform(0.2, 2.0, 20)
-    sizes = np.array([5, 4, 4])
-    weights = sizes / sizes.sum()
-    estimates = []
-    for _ in range(4000):
-        parts = np.stack([draw.normal(mean, spread, (size, 20)).mean(0) for size in sizes])
-        whole = weights @ parts
-        small_sqr = float(weights @ (parts**2).sum(1))
-        one = NoiseScale.from_norms(small_sqr, sizes.sum() / len(sizes), float(whole @ whole), float(sizes.sum()))
-        estimates.append((one.grad_sqr, one.grad_var))
-    found, error = np.mean(estimates, 0), np.std(estimates, 0) / math.sqrt(len(estimates))
-    truth = np.array([mean @ mean, spread @ spread])
-    assert (error < 0.03 * truth).all()
-    assert (abs(found - truth) < 4 * error).all()
+    assert found.grad_sqr == pytest.approx(sqr, abs=1e-12 * small_sqr * factor / (factor - 1))
+    assert found.grad_var == pytest.approx(var, abs=1e-12 * small_sqr * large / (factor - 1))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +135,47 @@ def test_the_noise_scale_at_one_batch_forecasts_the_steps_at_the_others(model: s
             forecast = sum((end - begin) / gain for (begin, end), gain in intervals)
             reached = np.interp(min(progress[-1], runs[other][0][-1]), [0.0, *runs[other][0]], [0.0, *runs[other][1]])
             assert abs(forecast / reached - 1) < 0.15, (measured, other)
+
+
+ONE_STEP = TASKS["evaluation"]
+"""Of eight samples in four virtual shards."""
+
+
+def _noise_of_a_step(engine: Engine) -> NoiseScale | None:
+    with init(engine, ONE_STEP) as run:
+        prepare(run, engine, ONE_STEP)
+        for batch in run.batches(ONE_STEP.data, sampler=lambda _seed, _epoch: range(8)):
+            run.step(batch, losses.classes)
+        return run.noise.mean
+
+
+def _squared_gradient(samples: list[int]) -> float:
+    model = ONE_STEP.model().double()
+    add_gradients(ONE_STEP, model, samples, epoch=0, step=0, num_shards=1)
+    return sum(float(parameter.grad.square().sum()) for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "parts"),
+    [
+        ("one worker", [[0]]),  # of a replica the first pass, in which every worker has its first shard
+        ("dp on 3", [[0], [1], [2]]),
+        ("fsdp", [[0, 2]]),
+        ("hsdp", [[0, 1], [2, 3]]),
+        ("fsdp x tp", [[0, 2]]),
+        ("dp, bitwise", [[0], [1], [2], [3]]),  # every shard, on any number of workers
+        ("fsdp, bitwise", [[0], [1], [2], [3]]),
+        ("zero1", []),
+    ],
+)
+def test_the_noise_scale_is_that_of_parts_of_the_batch_beside_all_of_it(engine: str, parts: list[list[int]]) -> None:
+    expected = None
+    if parts:
+        small = [_squared_gradient([2 * shard + number for shard in part for number in (0, 1)]) for part in parts]
+        one = NoiseScale.from_norms(sum(small) / len(small), 2 * len(parts[0]), _squared_gradient([*range(8)]), 8)
+        expected = pytest.approx(astuple(one), rel=1e-9)
+    for found in run_ranks(_noise_of_a_step, ENGINES[engine].num_workers, ENGINES[engine]):
+        assert (found and astuple(found)) == expected
 
 
 def test_a_norm_copies_no_gradient_however_it_lies_in_memory() -> None:

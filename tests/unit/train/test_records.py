@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -22,7 +22,6 @@ from paceline.spec.job import EarlyStoppingSpec
 from paceline.spec.record import EvaluationRecord, best_place
 from paceline.train import loop
 from paceline.train.callbacks import best_evaluation, stop_reason
-from tests.kit.workers import run_ranks
 
 # --- early stopping ---
 
@@ -229,35 +228,6 @@ def test_a_run_that_is_stopped_ends_one_step_later_and_says_why() -> None:
 def test_a_silent_run_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     train(False)
     assert capfd.readouterr() == ("", "")
-
-
-# --- the noise scale ---
-
-DIMENSIONS, SIGNAL = 40, 2.0
-
-
-def _noise_scale() -> float | None:
-    """A linear loss, whose gradient for a sample is the sample: of mean square `SIGNAL`, each entry with variance 1."""
-    generator = torch.Generator().manual_seed(2)
-    samples = torch.randn(64 * 96, DIMENSIONS, generator=generator) + math.sqrt(SIGNAL / DIMENSIONS)
-
-    def loss_fn(model: nn.Module, shard: list[Tensor]) -> Tensor:
-        loss: Tensor = model(shard[0]).mean()
-        return loss
-
-    with paceline.init(global_batch_size=64, virtual_shards=8, epochs=1, progress=False) as run:
-        model = nn.Linear(DIMENSIONS, 1, bias=False)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        for batch in run.batches(TensorDataset(samples)):
-            run.step(batch, loss_fn)
-        return run.noise_scale
-
-
-def test_the_noise_scale_is_that_of_mccandlish_et_al() -> None:
-    """tr(covariance) / |mean|^2 (2018, section 2.2), from the gradients of two workers; the same on both."""
-    first, second = run_ranks(_noise_scale, 2)
-    assert first == second
-    assert first == pytest.approx(DIMENSIONS / SIGNAL, rel=0.2)  # some four standard errors of 96 steps
 
 
 @pytest.mark.budget(processor_s=8)
