@@ -277,7 +277,8 @@ def lightning(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
 
 def paceline(case: Case, arguments: argparse.Namespace) -> Iterator[None]:
     import paceline
-    from paceline.data import ArraySet, Augmentation
+    from paceline.data import ArraySet
+    from paceline.spec import DataSpec
 
     with paceline.init(
         global_batch_size=case.global_batch_size,
@@ -290,7 +291,7 @@ def paceline(case: Case, arguments: argparse.Namespace) -> Iterator[None]:
         model, _ = run.prepare(model, optimizer_of(case, model))
         if case.shape:
             channels = case.shape[0]
-            augment = Augmentation(crop_padding=4, flip=True, cutout_size=8) if channels == 3 else None
+            augment = DataSpec(augment=("crop", "flip", "cutout")) if channels == 3 else None
             dataset: Any = ArraySet(*pixels_of(case), NUM_LABELS, _MEAN[:channels], _STD[:channels], augment)
         else:
             dataset = texts(labelled=case.model == "bert")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
-from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
+from paceline.comm.asynchronous import AsynchronousWorker
 from paceline.errors import PeerLost
 from paceline.spec import AlgorithmName
 from paceline.train.process_group import GLOO_THREAD
@@ -231,8 +231,8 @@ def _train_until_killed(victim: int, num_servers: int, folder: Path) -> None:
         return torch.zeros(1), 1.0
 
     group = torch.distributed.new_group(timeout=timedelta(days=1))
-    schedule, settings = UpdateSchedule(lambda _batch: 4), ServerSettings(1, num_servers, timeout_s=20.0)
-    worker, lost = AsynchronousWorker(optimizer, schedule, settings, group), None
+    worker = AsynchronousWorker(optimizer, group, lambda _batch: 4, num_servers=num_servers, timeout_s=20.0)
+    lost = None
     try:
         num_updates = sum(1 for _ in worker.work(compute, 6))
     except PeerLost as error:

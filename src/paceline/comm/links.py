@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -151,41 +150,15 @@ class Transfer:
         self._works, self._messages = (), ()
 
 
-@overload
-def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links: ...
-
-
-@overload
-def open_links(group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> Links | None: ...
-
-
-def open_links(group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> Links | None:
-    """Find out which workers share a node, and open a group of those on this one.
-
-    A collective of all workers of the run, each with the group that it adds up with; None: it does not.
-    """
-    if group is None:
-        open_group([dist.get_rank()], timeout_s)
-        return None
-    nodes = node_of_every_rank(group)
-    if len(nodes) == 1:
-        # Other groups of the same mesh may have more nodes, and all workers open groups together.
-        open_node_group([(rank,) for rank in nodes[0]], group, timeout_s)
-        return Links(group, nodes, device, group)
-    return Links(group, nodes, device, open_node_group(nodes, group, timeout_s))
-
-
-def open_node_group(
-    nodes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout_s: float
-) -> dist.ProcessGroup | None:
-    """A group of the workers of `group` on this node; None for a worker alone on it.
-
-    A collective of all workers of the run, each with its own `group`.
-    """
-    rank = dist.get_rank(group)
-    node = next(node for node in nodes if rank in node)
-    global_ranks = dist.get_process_group_ranks(group)
-    return open_group([global_ranks[member] for member in node], timeout_s)
+def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
+    """Find out which workers share a node, and open a group of those on this one. A collective of all workers of the
+    run, each with the group that it adds up with."""
+    nodes, rank = node_of_every_rank(group), dist.get_rank(group)
+    # Of one node that is `group` itself; other groups of the mesh may have several, and all workers open them together.
+    near = next(node for node in nodes if rank in node) if len(nodes) > 1 else (rank,)
+    in_run = dist.get_process_group_ranks(group)
+    opened = open_group([in_run[member] for member in near], timeout_s)
+    return Links(group, nodes, device, opened if len(nodes) > 1 else group)
 
 
 def open_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | None:

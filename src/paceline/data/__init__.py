@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from paceline.data.arrays import ArrayReader as ArrayReader
 from paceline.data.arrays import ArraySet as ArraySet
-from paceline.data.augment import Augmentation as Augmentation
 from paceline.data.loading import Loading as Loading
 from paceline.data.loading import set_size as set_size
 from paceline.data.randomness import Purpose as Purpose

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.augment import Augmentation, augment
+from paceline.data.augment import augment
 from paceline.data.randomness import on_device
+from paceline.spec import DataSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class ArraySet:
     num_classes: int
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    augment: Augmentation | None = None
-    """What training applies to this set; evaluation never does."""
+    augment: DataSpec | None = None
+    """Its `augment` and what belongs to that is what training applies to this set; evaluation never does."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -51,10 +51,6 @@ class ArraySet:
         mean, std = np.array(self.mean, np.float64), np.array(self.std, np.float64)
         return 1 / (255 * std), -mean / std
 
-    def take(self, limit: int) -> ArraySet:
-        """The first `limit` samples, or all when there are fewer; the arrays are not copied."""
-        return dataclasses.replace(self, inputs=self.inputs[:limit], targets=self.targets[:limit])
-
 
 class ArrayReader:
     """Gathers, augments and normalises batches of an array set as whole tensors.
@@ -66,7 +62,7 @@ class ArrayReader:
     def __init__(
         self, array_set: ArraySet, device: torch.device, dtype: torch.dtype, channels_last: bool, seed: int
     ) -> None:
-        self._augmentation = array_set.augment
+        self._augment = array_set.augment
         self._device = device
         self._dtype = dtype
         self._channels_last = channels_last
@@ -103,8 +99,8 @@ class ArrayReader:
         targets = targets.to(torch.int64)
         if self._affine is None:
             return inputs.to(self._dtype if inputs.is_floating_point() else torch.int64), targets
-        if train and self._augmentation is not None:
-            inputs = augment(inputs, self._augmentation, self._seed, epoch, indices)
+        if train and self._augment is not None:
+            inputs = augment(inputs, self._augment, self._seed, epoch, indices)
         return self._normalised(inputs, *self._affine), targets
 
     def _normalised(self, images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

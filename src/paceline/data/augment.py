@@ -6,8 +6,6 @@ and on any worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,46 +15,27 @@ from paceline.data.randomness import Purpose, integers, on_device, uniform
 from paceline.spec import DataSpec
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """What to do to each training image, in this order; None and False leave a part out."""
+def augment(images: Tensor, spec: DataSpec, seed: int, epoch: int, indices: NDArray[np.int64]) -> Tensor:
+    """Copies of `images`, (b, C, H, W) in uint8, float32 or float64, contiguous, changed as `spec.augment` says; the
+    same shape and type.
 
-    crop_padding: int | None = None
-    """Pad by so many zero pixels on every side, then cut the original size out at a random place."""
-    flip: bool = False
-    """Mirror left to right with probability one half."""
-    cutout_size: int | None = None
-    """Blacken a square with so many pixels a side, centred anywhere in the image and clipped at its
-    borders."""
-
-    @classmethod
-    def from_spec(cls, spec: DataSpec) -> Augmentation:
-        return cls(
-            crop_padding=spec.crop_padding if "crop" in spec.augment else None,
-            flip="flip" in spec.augment,
-            cutout_size=spec.cutout_size if "cutout" in spec.augment else None,
-        )
-
-
-def augment(images: Tensor, augmentation: Augmentation, seed: int, epoch: int, indices: NDArray[np.int64]) -> Tensor:
-    """Augmented copies of `images`, (b, C, H, W) in uint8, float32 or float64, contiguous; the same shape and
-    type.
-
-    `indices` (b,) are the samples' numbers in their data set, on the host. Images come before normalisation:
-    the value 0 that padding and cutout write is black, not the mean of the data.
+    A crop pads by `crop_padding` zero pixels on every side and cuts the original size out at a random place; a flip
+    mirrors left to right with probability one half; cutout blackens a square of `cutout_size` pixels a side, centred
+    anywhere in the image and clipped at its borders. `indices` (b,) are the samples' numbers in their data set, on the
+    host. Images come before normalisation: the 0 that padding and cutout write is black, not the mean of the data.
     """
-    if augmentation.crop_padding is not None:
-        high = 2 * augmentation.crop_padding + 1
+    if "crop" in spec.augment:
+        high = 2 * spec.crop_padding + 1
         top = integers(seed, Purpose.CROP_Y, epoch, indices, high)
         left = integers(seed, Purpose.CROP_X, epoch, indices, high)
-        images = _crop(images, augmentation.crop_padding, top, left)
-    if augmentation.flip:
+        images = _crop(images, spec.crop_padding, top, left)
+    if "flip" in spec.augment:
         images = _flip(images, uniform(seed, Purpose.FLIP, epoch, indices) < 0.5)
-    if augmentation.cutout_size is not None:
+    if "cutout" in spec.augment:
         height, width = images.shape[-2:]
         y = integers(seed, Purpose.CUTOUT_Y, epoch, indices, height)
         x = integers(seed, Purpose.CUTOUT_X, epoch, indices, width)
-        images = _cutout(images, augmentation.cutout_size, y, x)
+        images = _cutout(images, spec.cutout_size, y, x)
     return images
 
 

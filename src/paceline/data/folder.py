@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.augment import Augmentation, augment
+from paceline.data.augment import augment
 from paceline.errors import DataError
+from paceline.spec import DataSpec
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's images per channel, with values scaled to 0 … 1."""
@@ -28,15 +29,11 @@ class FolderImages:
     labels: Sequence[int]
     classes: tuple[str, ...]
     image_size: int
-    augment: Augmentation | None = None
-    """Crop here means a random region of 8 to 100 % of the area, scaled to size. Draws come from `random`."""
+    augment: DataSpec | None = None
+    """As of `ArraySet`; a crop is a random region of 8 to 100 % of the area, scaled. Draws come from `random`."""
 
     def __len__(self) -> int:
         return len(self.files)
-
-    def take(self, limit: int) -> FolderImages:
-        """The first `limit` samples, or all when there are fewer."""
-        return dataclasses.replace(self, files=self.files[:limit], labels=self.labels[:limit])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Raises: DataError: the file is not a readable image."""
@@ -47,12 +44,14 @@ class FolderImages:
                 image = picture.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(f"{self.files[index]} is not a readable image ({problem}); repair or remove it.") from None
-        crops = self.augment is not None and self.augment.crop_padding is not None
+        crops = self.augment is not None and "crop" in self.augment.augment
         box, size = _box(*image.size, is_random=crops), (self.image_size, self.image_size)
         pixels = torch.from_numpy(np.array(image.resize(size, Image.Resampling.BILINEAR, box=box)))
         images = pixels.permute(2, 0, 1)[None].contiguous()
         if self.augment is not None:
-            others = dataclasses.replace(self.augment, crop_padding=None)
+            others = dataclasses.replace(
+                self.augment, augment=tuple(one for one in self.augment.augment if one != "crop")
+            )
             images = augment(images, others, random.getrandbits(63), 0, np.zeros(1, np.int64))
         mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
         return (images[0] / 255 - mean) / std, self.labels[index]

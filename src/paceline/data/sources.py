@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset
 
 from paceline.data.arrays import ArraySet
-from paceline.data.augment import Augmentation
 from paceline.data.folder import FolderImages
 from paceline.data.loading import MapDataset, set_size
 from paceline.errors import DataError, did_you_mean, file_problems, reason_of
@@ -107,26 +106,6 @@ def published(about: str, known: Published) -> Callable[[DataSpec], tuple[ArrayS
 
     load.__doc__ = about
     return load
-
-
-load_mnist = published(
-    "Handwritten digits, 60,000 and 10,000 images 1 x 28 x 28.",
-    Published("ylecun/mnist", ("image", "label"), 10, (1, 28, 28), (0.1307,), (0.3081,)),
-)
-load_fashion_mnist = published(
-    "Zalando's articles of clothing, 60,000 and 10,000 images 1 x 28 x 28.",
-    Published("zalando-datasets/fashion_mnist", ("image", "label"), 10, (1, 28, 28), (0.2860,), (0.3530,)),
-)
-load_cifar10 = published(
-    "Ten classes, 50,000 and 10,000 images 3 x 32 x 32.",
-    Published("uoft-cs/cifar10", ("img", "label"), 10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-)
-load_cifar100 = published(
-    "A hundred (fine) classes, 50,000 and 10,000 images 3 x 32 x 32.",
-    Published(
-        "uoft-cs/cifar100", ("img", "fine_label"), 100, (3, 32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-    ),
-)
 
 
 def _split(spec: DataSpec, known: Published, split: str, idx_name: str, limit: int | None) -> ArraySet:
@@ -302,10 +281,31 @@ def _images(files: dict[str, list[Path]], image_size: int) -> FolderImages:
 
 SOURCES: dict[str, Callable[[DataSpec], tuple[MapDataset, MapDataset]]] = {
     "digits": load_digits,
-    "mnist": load_mnist,
-    "fashion-mnist": load_fashion_mnist,
-    "cifar10": load_cifar10,
-    "cifar100": load_cifar100,
+    "mnist": published(
+        "Handwritten digits, 60,000 and 10,000 images 1 x 28 x 28.",
+        Published("ylecun/mnist", ("image", "label"), 10, (1, 28, 28), (0.1307,), (0.3081,)),
+    ),
+    "fashion-mnist": published(
+        "Zalando's articles of clothing, 60,000 and 10,000 images 1 x 28 x 28.",
+        Published("zalando-datasets/fashion_mnist", ("image", "label"), 10, (1, 28, 28), (0.2860,), (0.3530,)),
+    ),
+    "cifar10": published(
+        "Ten classes, 50,000 and 10,000 images 3 x 32 x 32.",
+        Published(
+            "uoft-cs/cifar10", ("img", "label"), 10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+        ),
+    ),
+    "cifar100": published(
+        "A hundred (fine) classes, 50,000 and 10,000 images 3 x 32 x 32.",
+        Published(
+            "uoft-cs/cifar100",
+            ("img", "fine_label"),
+            100,
+            (3, 32, 32),
+            (0.5071, 0.4865, 0.4409),
+            (0.2673, 0.2564, 0.2762),
+        ),
+    ),
     "folder": load_folder,
     "text": load_text,
 }
@@ -327,7 +327,7 @@ def load(spec: DataSpec | str) -> tuple[MapDataset, MapDataset]:
     if not spec.augment:
         return train, test
     if isinstance(train, FolderImages) or (isinstance(train, ArraySet) and train.mean is not None):
-        return dataclasses.replace(train, augment=Augmentation.from_spec(spec)), test
+        return dataclasses.replace(train, augment=spec), test
     raise DataError(
         f"data.augment = {list(spec.augment)} cannot be applied to {spec.name!r}, which does not give raw images; "
         "leave it empty and augment inside the data set."
@@ -349,8 +349,10 @@ def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
 def _limited(dataset: MapDataset, limit: int | None) -> MapDataset:
     if limit is None or limit >= len(dataset):
         return dataset
-    if isinstance(dataset, ArraySet | FolderImages):
-        return dataset.take(limit)
+    if isinstance(dataset, ArraySet):
+        return dataclasses.replace(dataset, inputs=dataset.inputs[:limit], targets=dataset.targets[:limit])
+    if isinstance(dataset, FolderImages):
+        return dataclasses.replace(dataset, files=dataset.files[:limit], labels=dataset.labels[:limit])
     return Subset(cast(Any, dataset), range(limit))  # torch asks for its own base class and uses none of it
 
 

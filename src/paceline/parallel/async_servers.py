@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
+from paceline.comm.asynchronous import AsynchronousWorker
 from paceline.comm.buckets import broadcast
 from paceline.errors import JobError
 from paceline.object_collectives import open_host_group
@@ -73,11 +73,17 @@ class AsyncServers(Engine):
                 self._layout = self.passes.zero_weight_loss(step).layout
             self.layouts.has_returned(_LOSS_NAME, self._layout)
         if self._servers is None:  # on the run's first workers
-            settings = ServerSettings(self._job.aggregation.staleness, self._plan.num_servers, self._plan.timeout_s)
-            schedule = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
             with any_shard.at_base_rates() as optimizer:
-                calls = open_host_group(self._group, "calls of servers", _RUN_S)
-                self._servers = AsynchronousWorker(optimizer, schedule, settings, calls)
+                self._servers = AsynchronousWorker(
+                    optimizer,
+                    open_host_group(self._group, "calls of servers", _RUN_S),
+                    any_shard.num_shards,
+                    any_shard.lr_factor,
+                    first_batch=any_shard.batch,
+                    staleness=self._job.aggregation.staleness,
+                    num_servers=self._plan.num_servers,
+                    timeout_s=self._plan.timeout_s,
+                )
         while True:
             if self._work is None:
                 if any_shard.batch:

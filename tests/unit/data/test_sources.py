@@ -45,7 +45,7 @@ def test_limits_take_the_first_samples_and_augmentation_is_for_training() -> Non
     train, test = arrays("digits", train_limit=10, test_limit=4000, augment=("flip",))
     assert len(train) == 10 and len(test) == 359
     assert np.array_equal(train.inputs, whole.inputs[:10])
-    assert train.augment is not None and train.augment.flip and test.augment is None
+    assert train.augment is not None and train.augment.augment == ("flip",) and test.augment is None
 
 
 # --- idx: http://yann.lecun.com/exdb/mnist/ ---

@@ -18,6 +18,6 @@ A worker that is lost costs its shards some time: others compute them. A server 
 
 from __future__ import annotations
 
-from paceline.comm.asynchronous.worker import AsynchronousWorker, ServerSettings, UpdateSchedule
+from paceline.comm.asynchronous.worker import AsynchronousWorker
 
-__all__ = ["AsynchronousWorker", "ServerSettings", "UpdateSchedule"]
+__all__ = ["AsynchronousWorker"]

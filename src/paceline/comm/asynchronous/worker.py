@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,35 +24,20 @@ Returns statistics to be added over the shards, a 1-D tensor of one length and d
 weight: NaN if no update is to be made by this batch."""
 
 
-@dataclass(frozen=True)
-class UpdateSchedule:
-    """The batches and learning rates of all updates; the same on every worker."""
-
-    num_shards: Callable[[int], int]
-    """Virtual shards of batch k, counted from the beginning of the run."""
-    lr_factor: Callable[[int], float] = lambda _batch: 1.0
-    """The factor on the optimizer's learning rates for update k."""
-    first_batch: int = 0
-    """The number of updates that parameters and optimizer have already had."""
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Staleness, number of servers and time limits."""
-
-    staleness: int = 1
-    """A shard of batch k is computed on the parameters after k - staleness updates, but not from before work began."""
-    num_servers: int = 1
-    """The number of workers that also serve: the first ones."""
-    timeout_s: float = 60.0
-    """A server that does not answer for so long is lost; a shard that takes longer is given to another worker, too."""
-
-
 class AsynchronousWorker:
     """One worker's part in asynchronous training, which all workers enter and `close` together."""
 
     def __init__(
-        self, optimizer: Optimizer, schedule: UpdateSchedule, settings: ServerSettings, group: dist.ProcessGroup
+        self,
+        optimizer: Optimizer,
+        group: dist.ProcessGroup,
+        num_shards: Callable[[int], int],
+        lr_factor: Callable[[int], float] = lambda _batch: 1.0,
+        *,
+        first_batch: int = 0,
+        staleness: int = 1,
+        num_servers: int = 1,
+        timeout_s: float = 60.0,
     ) -> None:
         """A collective of `group`.
 
@@ -61,6 +45,14 @@ class AsynchronousWorker:
             optimizer: one of torch.optim over the parameters to train; parameters, rates and state alike on every
                 worker. The parameters stay the same objects and get their values from the servers.
             group: all workers, over Gloo; used by nothing else, with a timeout that the run does not reach.
+            num_shards: the virtual shards of batch k, counted from the beginning of the run; the same on all workers.
+            lr_factor: the factor on the optimizer's learning rates for update k; the same on all workers.
+            first_batch: the number of updates that parameters and optimizer have already had.
+            staleness: a shard of batch k is computed on the parameters after k - staleness updates, but not from before
+                work began.
+            num_servers: how many workers also serve: the first ones.
+            timeout_s: a server that does not answer for so long is lost; a shard that takes longer is given to another
+                worker, too.
 
         Raises:
             JobError: more servers than workers.
@@ -69,21 +61,18 @@ class AsynchronousWorker:
         num_workers, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._optimizer = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        _check(optimizer, self._parameters, settings.num_servers, num_workers)
-        self._settings = settings
-        self._group = group
-        self._seen = schedule.first_batch
-        self._servers = range(settings.num_servers)
-        self._held = divide([p.numel() for p in self._parameters], settings.num_servers)
+        _check(optimizer, self._parameters, num_servers, num_workers)
+        self._group, self._staleness, self._timeout_s = group, staleness, timeout_s
+        self._seen = first_batch
+        self._servers = range(num_servers)
+        self._held = divide([p.numel() for p in self._parameters], num_servers)
         handlers: dict[str, Callable[..., Any]] = {}
         on_leave: Callable[[int], None] = lambda _rank: None  # noqa: E731
         if self._rank in self._servers:
-            held = self._held[self._rank]
-            server = ParameterServer(optimizer, held, schedule.num_shards, schedule.lr_factor, schedule.first_batch)
+            server = ParameterServer(optimizer, self._held[self._rank], num_shards, lr_factor, first_batch)
             handlers |= {"pull": server.pull, "push": server.push, "state": server.state}
         if self._rank == 0:
-            ledger = Ledger(schedule.num_shards, settings.staleness, settings.timeout_s, schedule.first_batch)
-            coordinator = Coordinator(ledger, schedule.num_shards, num_workers)
+            coordinator = Coordinator(Ledger(num_shards, staleness, timeout_s, first_batch), num_shards, num_workers)
 
             def push_last(push: Push, statistics: Tensor) -> None:
                 server.push(push)
@@ -91,7 +80,7 @@ class AsynchronousWorker:
 
             handlers |= {"ask": coordinator.ask, "push_last": push_last}
             on_leave = coordinator.leave
-        self._calls = Calls(group, settings.timeout_s, handlers, on_leave, (Answer, Push, Question, Task))
+        self._calls = Calls(group, timeout_s, handlers, on_leave, (Answer, Push, Question, Task))
         self._delivery = ThreadPoolExecutor(1, "paceline-delivery")
 
     def work(
@@ -126,7 +115,7 @@ class AsynchronousWorker:
             answer: Answer = self._calls.call(0, "ask", question)
             task = answer.task
             if answer.is_last or task is not None:
-                wanted = answer.until if task is None else max(first, task.batch - self._settings.staleness)
+                wanted = answer.until if task is None else max(first, task.batch - self._staleness)
                 if wanted != version and not self._pull(wanted):
                     task = None  # others have computed it since
                 else:
@@ -142,7 +131,7 @@ class AsynchronousWorker:
                 for parameter in self._parameters:
                     parameter.grad = None
                 statistics, weight = compute(task.batch, task.shard)
-                oldest = max(first, answer.finished - self._settings.staleness)
+                oldest = max(first, answer.finished - self._staleness)
                 pushes = self._pushes(task, version, oldest, weight, is_weighted=is_weighted)
                 computed = pushes, statistics.detach().cpu()
         if sending is not None:
@@ -155,7 +144,7 @@ class AsynchronousWorker:
         """Bring the optimizer's whole state to every worker: with the parameters, what one worker alone would have now.
 
         A collective between two calls of `work`. To continue from it, on any number of servers, open with that
-        optimizer on every worker, and the number of updates made as `UpdateSchedule.first_batch`.
+        optimizer on every worker, and the number of updates made as `first_batch`.
         """
         states = itertools.chain(*self._calls.call_each(dict.fromkeys(self._servers, ("state",))))
         for parameter, state in zip(self._parameters, states, strict=True):
@@ -175,10 +164,10 @@ class AsynchronousWorker:
 
     def _wait_for_all(self) -> None:
         try:
-            dist.monitored_barrier(self._group, timedelta(seconds=self._settings.timeout_s))
+            dist.monitored_barrier(self._group, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise PeerLost(
-                f"A worker did not come within {self._settings.timeout_s:g} s to where the others wait for it; look at "
+                f"A worker did not come within {self._timeout_s:g} s to where the others wait for it; look at "
                 f"what it does, or give it more time (timeout_s). ({error})"
             ) from error
 
