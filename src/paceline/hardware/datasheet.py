@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.spec import Device, Link
+from paceline.spec.cluster import num_nvlinks
 
 HOST_BRIDGE_SHARE = 5 / 6
 """Share of the PCIe bandwidth that passes a host bridge: 1 / INTEL_P2P_OVERHEAD."""
@@ -57,8 +58,8 @@ def link_bytes_per_s(label: str, gpu_names: Sequence[str] = ()) -> float | None:
     models = [next((model for model in MODELS if re.search(model[0], name)), UNKNOWN) for name in gpu_names]
     nvlink = min(rate for _, rate, _ in models or [UNKNOWN])
     pcie = min(rate for _, _, rate in models or [UNKNOWN])
-    if nvlinks := re.fullmatch(r"NV(\d{1,3})", label):
-        return int(nvlinks[1]) * nvlink
+    if count := num_nvlinks(label):
+        return count * nvlink
     by_label = {"PIX": pcie, "PXB": pcie, "PHB": pcie * HOST_BRIDGE_SHARE, "NODE": pcie * HOST_BRIDGE_SHARE}
     return BETWEEN_SOCKETS[pcie] if label == "SYS" else by_label.get(label)
 

@@ -23,7 +23,7 @@ from itertools import chain, combinations, pairwise, permutations, product, repe
 
 from paceline.errors import ClusterError, JobError
 from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, Plan
-from paceline.spec.cluster import DeviceChoice, DeviceKind, DeviceRing, Link
+from paceline.spec.cluster import DeviceChoice, DeviceKind, DeviceRing, Link, num_nvlinks
 from paceline.spec.plan import AXES, NodePlacement, check_mesh
 from paceline.words import number_of
 
@@ -91,10 +91,9 @@ def _links(node: Node, indices: Sequence[int]) -> dict[tuple[int, int], Link | N
 
 
 def _nearness(link: Link | None) -> int:
-    if link is None:
-        return 0
-    bonds = link.label.removeprefix("NV")
-    return max(_NEARNESS.values()) + 1 + int(bonds) if bonds.isdecimal() else _NEARNESS.get(link.label, 0)
+    if link is not None and (count := num_nvlinks(link.label)):
+        return max(_NEARNESS.values()) + 1 + count
+    return 0 if link is None else _NEARNESS.get(link.label, 0)
 
 
 def _rate(link: Link | None) -> int:

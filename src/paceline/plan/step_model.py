@@ -369,16 +369,17 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
     parts = found.model.steps(rows, found.constants)
     told, most_nodes = [row.num_workers for row in found.model.rows], max(row.num_nodes for row in found.model.rows)
     is_between = [min(told) < row.num_workers < max(told) and row.num_nodes <= most_nodes for row in rows]
-    totals = _middle(parts.total_s, np.array(is_between))
+    weights = _weights(parts.total_s, np.array(is_between))
+    totals = np.exp((weights * np.log(parts.total_s)).sum(axis=0))
     errors, of_sums = np.random.default_rng(_SEED).standard_t(_FREEDOM, size=(2, len(parts.total_s), 1))
     links = [name for name in found.constants if name.endswith(("alpha_s", "beta_s_per_byte"))]
     others = {name: found.constants[name] * np.exp(_SUM_ERROR * of_sums) for name in links}
     measurements = found.model.steps(rows, {**found.constants, **others}).total_s
     measurements *= np.exp(math.hypot(found.error, _UNSEEN_ERROR) * errors)
     lows, highs = np.quantile(measurements, (0.05, 0.95), axis=0)
-    # The parts of a forecast are mean fractions of its samples, so that they add up.
+    # The parts of a forecast are mean fractions of the same samples, so that they add up.
     computing, waited, sending = (
-        (np.minimum(seconds, parts.total_s) / parts.total_s).mean(axis=0) * totals
+        (weights * np.minimum(seconds, parts.total_s) / parts.total_s).sum(axis=0) * totals
         for seconds in (parts.compute_s, parts.slowest_s, parts.communication_s)
     )
     waiting = np.maximum(waited - computing, 0.0)
@@ -386,16 +387,19 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
     return [StepForecast(*values) for values in np.stack(columns, axis=1).tolist()]
 
 
-def _middle(totals: Array, is_between: NDArray[np.bool_]) -> Array:
-    """[num_rows]: the geometric mean of the samples. If two explanations fit the rows, it lies between them, while the
-    median jumps from one to the other. All samples count between measured rows, `is_between`; beyond them the middle
-    half, because the farthest ones are what priors do not exclude.
+def _weights(totals: Array, is_between: NDArray[np.bool_]) -> Array:
+    """[num_samples, num_rows]: the weights of samples in the mean that is a row's forecast, with a sum of 1.
 
-    Samples are weighted by 1 / step time, because errors are relative to the measured time: if the shorter of two
-    explanations is the true one, a forecast between them has the larger relative error.
+    The mean is geometric: if two explanations fit the rows, it lies between them, while the median jumps from one to
+    the other. All samples count between measured rows, `is_between`; beyond them the middle half, because the farthest
+    ones are what priors do not exclude. Samples are weighted by 1 / step time, because errors are relative to the
+    measured time: if the shorter of two explanations is the true one, a forecast between them has the larger relative
+    error.
     """
-    totals = np.sort(totals, axis=0)
-    weights = 1 / totals
-    shares = (np.cumsum(weights, axis=0) - weights / 2) / weights.sum(axis=0)
-    weights[(np.abs(shares - 0.5) > 0.25) & ~is_between] = 0.0
-    return np.asarray(np.exp((weights * np.log(totals)).sum(axis=0) / weights.sum(axis=0)))
+    order = np.argsort(totals, axis=0)
+    weights = 1 / np.take_along_axis(totals, order, axis=0)
+    places = (np.cumsum(weights, axis=0) - weights / 2) / weights.sum(axis=0)
+    weights[(np.abs(places - 0.5) > 0.25) & ~is_between] = 0.0
+    found = np.empty_like(weights)
+    np.put_along_axis(found, order, weights / weights.sum(axis=0), axis=0)
+    return found

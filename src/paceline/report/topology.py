@@ -14,10 +14,8 @@ from rich.text import Text
 from paceline.report.formats import NOTHING, duration, times
 from paceline.report.tables import MARK, Grid, grid_of, table
 from paceline.spec import Link, Node
-from paceline.spec.cluster import DeviceChoice, DeviceRing
+from paceline.spec.cluster import DeviceChoice, DeviceRing, num_nvlinks
 from paceline.words import listing, number_of, size
-
-NAIVE_SIZE_BYTES = 1e9
 
 _LABELS = {
     "PIX": ("PCIe", "through one PCIe bridge"),
@@ -36,12 +34,6 @@ def label_words(label: str) -> str:
     if bonds := num_nvlinks(label):
         return "over one NVLink" if bonds == 1 else f"over {bonds} NVLinks"
     return _LABELS.get(label, ("", "in a way that has no name here"))[1]
-
-
-def num_nvlinks(label: str) -> int:
-    """The number in a label NV1 … NV18; 0 for every other label."""
-    bonds = label.removeprefix("NV")
-    return int(bonds) if bonds != label and bonds.isdecimal() else 0
 
 
 def label_class(label: str) -> str:
@@ -187,7 +179,7 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
         lines.append(f"The link between them: {link_text(ring.bottleneck)}.")
     if not choice.is_exact:
         lines.append("Only GPUs with neighbouring ids were compared: a better ring may exist.")
-    naive_s, best_s = naive.all_reduce_s(NAIVE_SIZE_BYTES), ring.all_reduce_s(NAIVE_SIZE_BYTES)
+    naive_s, best_s = all_reduce_1_gb_s(naive), all_reduce_1_gb_s(ring)
     if len(ring.devices) > 1 and (naive.devices == ring.devices or naive_s == best_s is not None):
         lines.append("A naive choice, the first ones in the order of their ids, is as fast.")
     elif len(ring.devices) > 1:
@@ -198,6 +190,12 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
             said += f"{times(naive_s / best_s)} the time"
         lines.append(f"{said}.")
     return [*lines, " ".join(f"{name}={value}" for name, value in visible_devices(ring.devices).items())]
+
+
+def all_reduce_1_gb_s(ring: DeviceRing) -> float | None:
+    """2 (n - 1) / n of 1e9 bytes over the slowest link (Patarasuk and Yuan 2009); None where its rate is not known."""
+    n, rate = len(ring.devices), None if ring.bottleneck is None else ring.bottleneck.bytes_per_s
+    return 0.0 if n == 1 else 2 * (n - 1) / n * 1e9 / rate if rate else None
 
 
 def visible_devices(devices: Sequence[int]) -> dict[str, str]:
@@ -223,14 +221,14 @@ def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
         return {
             "ring": list(ring.devices) if ring else [],
             "bottleneck": link and {"label": link.label, "bytes_per_s": link.bytes_per_s},
-            "all_reduce_1_gb_s": ring and ring.all_reduce_s(NAIVE_SIZE_BYTES),
+            "all_reduce_1_gb_s": ring and all_reduce_1_gb_s(ring),
         }
 
-    devices = choice.devices if choice else ()
+    devices = sorted(choice.ring.devices) if choice else []
     pairs = {f"{one}-{other}": node.link(f"GPU{one}", f"GPU{other}") for one, other in combinations(devices, 2)}
     return {
         "hostname": node.hostname,
-        "devices": list(devices),
+        "devices": devices,
         **ring_mapping(choice.ring if choice else None),
         "pairs": {pair: link.label for pair, link in pairs.items() if link},
         "is_exact": choice and choice.is_exact,

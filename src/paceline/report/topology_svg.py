@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from paceline.report.page import render
-from paceline.report.topology import device_words, label_class, legend, link_text, num_nvlinks, ring_words, title
+from paceline.report.topology import device_words, label_class, legend, link_text, ring_words, title
 from paceline.spec import Device, Link, Node
+from paceline.spec.cluster import num_nvlinks
 
 Point = tuple[float, float]
 

@@ -49,6 +49,12 @@ class Link:
     """Bandwidth in one direction, by a datasheet; None: not known."""
 
 
+def num_nvlinks(label: str) -> int:
+    """The number in a link's label NV1 … NV18; 0 for every other label."""
+    bonds = label.removeprefix("NV")
+    return int(bonds) if bonds != label and bonds.isdecimal() else 0
+
+
 @dataclass(frozen=True)
 class Node:
     """One machine. Without GPUs its devices are CPU workers, one a core."""
@@ -185,15 +191,6 @@ class DeviceRing:
     bottleneck: Link | None
     """The slowest link; None for one device, and if a link is unknown."""
 
-    def all_reduce_s(self, size_bytes: float) -> float | None:
-        """2 (n - 1) / n * size / bottleneck (Patarasuk and Yuan 2009), without latency; None without a bandwidth."""
-        n = len(self.devices)
-        if n == 1:
-            return 0.0
-        if self.bottleneck is None or not self.bottleneck.bytes_per_s:
-            return None
-        return 2 * (n - 1) / n * size_bytes / self.bottleneck.bytes_per_s
-
 
 @dataclass(frozen=True)
 class DeviceChoice:
@@ -204,8 +201,3 @@ class DeviceChoice:
     """The first ones, in the order of their ids."""
     is_exact: bool
     """Whether the choice is optimal; False: only neighbouring ids were compared."""
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Ascending."""
-        return tuple(sorted(self.ring.devices))

@@ -140,7 +140,7 @@ def checked(kind: Any, raw: Any, path: str) -> Any:
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in args):
             return value
         hint = did_you_mean(raw, map(str, args), " ({})") if isinstance(raw, str) else ""
-        raise JobError(f"{path} = {shown(raw)} is not possible{hint}; it is {_in_words(kind)}.")
+        raise JobError(f"{path} = {shown(raw)} is not possible{hint}; it is {in_words(kind)}.")
     if origin in (Union, types.UnionType):
         members = [one for one in args if one is not type(None)]
         if raw is None and len(members) < len(args):
@@ -176,23 +176,28 @@ def checked(kind: Any, raw: Any, path: str) -> Any:
         return Path(raw)
     elif kind is Any or (origin not in _LISTS and isinstance(raw, origin)):
         return [*raw] if kind is Any and isinstance(raw, tuple) else raw  # as JSON has it
-    raise JobError(f"{path} = {shown(raw)} should be {_in_words(kind)}.")
+    raise JobError(f"{path} = {shown(raw)} should be {in_words(kind)}.")
 
 
-def _in_words(kind: Any) -> str:
-    """What a value of a type should be: "a whole number"."""
+def in_words(kind: Any) -> str:
+    """The values of a type, as a sentence or a table says them: "a whole number, at least 1"."""
     origin, args = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(repr, args))}"
+        return f"one of {', '.join(map(json.dumps, args))}"
     if origin in (Union, types.UnionType):
-        return " or ".join(_in_words(one) for one in args if one is not type(None))
+        return " or ".join(dict.fromkeys(in_words(one) for one in args if one is not type(None)))
     if origin is Annotated:
-        return _in_words(args[0])
+        limits = ((words, getattr(args[1], name)) for name, words in _BOUNDS.items())
+        return ", ".join([in_words(args[0]), *(f"{words} {n}" for words, n in limits if abs(n) < _LARGEST_BOUND)])
+    if origin is tuple and args[1:] == (...,):
+        return f"a list, each {in_words(args[0])}"
     named = "a table" if origin.__name__.endswith("Spec") else _WORDS.get(origin)  # users know no class behind it
     return named or f"a {origin.__name__}{' or a table' * dataclasses.is_dataclass(origin)}"
 
 
 _LISTS: tuple[Any, ...] = (tuple, Sequence, Iterable)
+_BOUNDS, _LARGEST_BOUND = {"low": "at least", "above": "above", "high": "at most", "below": "below"}, 2**20
+"""How bounds are said; those beyond the largest one are those that nobody meets."""
 _WORDS: dict[Any, str] = {
     **dict.fromkeys(_LISTS, "a list"),
     dict: "a table",

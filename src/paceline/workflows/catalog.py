@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
 from paceline.spec import Job, Plan
+from paceline.spec.codec import in_words
 from paceline.workflows.arguments import checked, field_meanings
 from paceline.workflows.jobs import PLAN_KEYS, RECIPES, load_job
 from paceline.workflows.where import Where
-
-_BOUND_WORDS = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
-_LARGEST_BOUND = 2**20
-"""Bounds beyond are those that nobody meets."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +98,4 @@ def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator
         default = None if field.default is dataclasses.MISSING else field.default
         default = default if field.default_factory is dataclasses.MISSING else field.default_factory()
         in_toml = "" if default is None or is_left_out else json.dumps(default)
-        yield CatalogEntry(name, meanings[field.name], _values(kind), in_toml)
-
-
-def _values(kind: Any) -> str:
-    """The values of a type in words, such as "whole number, at least 1"."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        limits = ((words, getattr(arguments[1], name)) for name, words in _BOUND_WORDS.items())
-        return ", ".join([_values(arguments[0]), *(f"{words} {n}" for words, n in limits if abs(n) < _LARGEST_BOUND)])
-    if origin is Literal:
-        return " | ".join(json.dumps(choice) for choice in arguments)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_values(one) for one in arguments if one is not type(None)))
-    if origin is tuple:
-        return f"list of: {_values(arguments[0])}"
-    return "table" if origin is dict or dataclasses.is_dataclass(kind) else str(kind.__name__)
+        yield CatalogEntry(name, meanings[field.name], in_words(kind), in_toml)
