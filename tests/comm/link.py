@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from paceline.comm.links import WIRE_FORMATS, Links
+from paceline.comm.links import WIRE_DTYPES, Links
 
 Outcome = TypeVar("Outcome")
 Nodes = tuple[tuple[int, ...], ...]
@@ -90,9 +90,11 @@ class MemoryLink:
     def links(self) -> Links:
         return cast(Links, self)
 
+    encode, message_for = Links.encode, Links.message_for
+
     @property
-    def wire(self) -> object:
-        return WIRE_FORMATS[self.wire_name]
+    def wire(self) -> torch.dtype | None:
+        return WIRE_DTYPES[self.wire_name]
 
     @property
     def world_size(self) -> int:

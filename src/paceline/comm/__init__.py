@@ -2,7 +2,7 @@
 
     algorithm(values: Tensor, links: Links) -> None
 
-Wire formats say how its messages are written. `Aggregator` puts them together.
+Wire formats say in which dtype its messages are. `Aggregator` puts them together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from paceline.comm.aggregator import Aggregator as Aggregator
 from paceline.comm.aggregator import Algorithm, all_reduce
 from paceline.comm.hierarchical import hierarchical
-from paceline.comm.links import WIRE_FORMATS as WIRE_FORMATS
+from paceline.comm.links import WIRE_DTYPES as WIRE_DTYPES
 from paceline.comm.links import open_links as open_links
 from paceline.comm.parameter_server import all_to_one, parameter_server, parameter_server_two_level
 from paceline.comm.ring import ring

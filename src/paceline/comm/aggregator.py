@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.links import FLOAT32, Links
+from paceline.comm.links import Links
 from paceline.comm.parameter_server import sum_at_servers
 from paceline.errors import DivergenceError
 from paceline.heartbeat import inside
@@ -43,7 +43,7 @@ def all_reduce(values: Tensor, links: Links) -> None:
     The backend adds in the format that it is given. So values in a lossy format go by a reduce-scatter and an
     all-gather of direct messages, which add in the dtype of the values.
     """
-    if links.wire.is_exact:
+    if links.wire is None:
         links.all_reduce(values)
     else:
         sum_at_servers(values, links, workers=links.ring, servers=links.ring)
@@ -119,7 +119,7 @@ class Aggregator:
 
     def sum_exactly(self, values: Tensor, name: str) -> torch.futures.Future[Tensor]:
         """Begin to sum a few numbers that no run may lose, 1-D: losses, statistics, counts."""
-        links = replace(self.links, wire=FLOAT32)
+        links = replace(self.links, wire=None)
         return self._begin("numbers", name, values, lambda values: all_reduce(values, links))
 
     def _begin(

@@ -1,8 +1,7 @@
 """What an algorithm may use: the ranks, which of them share a node, how to send messages between them, and how numbers
 travel in these.
 
-A wire format knows nothing of who sends what to whom; an algorithm knows nothing of formats. Sums are always formed in
-the dtype of the values (float32 or more), never in the format's.
+Sums are always formed in the dtype of the values (float32 or more), never in that of messages.
 """
 
 from __future__ import annotations
@@ -20,50 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.object_collectives import all_gather_objects
-from paceline.spec.algorithm import WireName
 
-
-@dataclass(frozen=True)
-class WireFormat:
-    """The values themselves, or rounded to 16 bits: bfloat16 keeps float32's range, float16 has finer steps and
-    overflows at 65,504.
-
-    Values are float32 or float64; they and messages are 1-D and contiguous.
-    """
-
-    name: WireName
-    dtype: torch.dtype | None = None
-    """None: that of the values."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a message gives back what was put in."""
-        return self.dtype is None
-
-    def encode(self, values: Tensor) -> Tensor:
-        """The message; it may be `values` itself."""
-        return values if self.dtype is None else values.to(self.dtype)
-
-    def message_for(self, values: Tensor) -> Tensor:
-        """An empty message for as many values as `values` has, to receive into."""
-        return torch.empty_like(values, dtype=self.dtype)
-
-    def decode(self, message: Tensor, into: Tensor) -> None:
-        """Overwrite `into` with the values of the message."""
-        into.copy_(message)
-
-    def add(self, message: Tensor, into: Tensor) -> None:
-        """Add the values of the message to `into`."""
-        into.add_(message)
-
-
-FLOAT32 = WireFormat("float32")
-
-WIRE_FORMATS: dict[str, WireFormat] = {
-    "float32": FLOAT32,
-    "bfloat16": WireFormat("bfloat16", torch.bfloat16),
-    "float16": WireFormat("float16", torch.float16),
+WIRE_DTYPES: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
 }
+"""The dtype of messages in each wire format; None: that of the values. bfloat16 keeps float32's range, float16 has
+finer steps and overflows at 65,504."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +43,9 @@ class Links:
     device: torch.device
     node_group: dist.ProcessGroup | None = None
     """The workers of this node, where they are several."""
-    wire: WireFormat = FLOAT32
-    """How values travel between workers; inside a node they stay as they are where the algorithm knows of nodes."""
+    wire: torch.dtype | None = None
+    """The dtype of messages between workers, None: that of the values, which arrive unchanged; inside a node they do so
+    anyway where the algorithm knows of nodes."""
     num_servers: int = 1
     """Workers that also serve, in the algorithms with parameter servers."""
 
@@ -121,6 +85,14 @@ class Links:
         """The leader's values for all workers of this node."""
         if self.node_group is not None:
             dist.broadcast(values, group_src=0, group=self.node_group)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """The message with these values; it may be `values` itself."""
+        return values if self.wire is None else values.to(self.wire)
+
+    def message_for(self, values: Tensor) -> Tensor:
+        """An empty message for as many values as `values` has, to receive into."""
+        return torch.empty_like(values, dtype=self.wire)
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
         """Begin to send messages, 1-D and contiguous, and to receive others, by the rank they go to or come from.

@@ -62,27 +62,27 @@ def stages_at_servers(
     values: Tensor, links: Links, *, workers: Sequence[int], servers: Sequence[int]
 ) -> Iterator[None]:
     """The two stages of `sum_at_servers`, in place of a flat vector: yields where each of them has begun to send."""
-    rank, wire = links.rank, links.wire
+    rank = links.rank
     parts = dict(zip(servers, values.tensor_split(len(servers)), strict=True))
     others = [worker for worker in workers if worker != rank]
     mine = parts.pop(rank, None)
 
-    arriving = {} if mine is None else {worker: wire.message_for(mine) for worker in others}
-    transfer = links.exchange({server: wire.encode(part) for server, part in parts.items()}, arriving)
+    arriving = {} if mine is None else {worker: links.message_for(mine) for worker in others}
+    transfer = links.exchange({server: links.encode(part) for server, part in parts.items()}, arriving)
     yield
     transfer.wait()
     if mine is not None:
         own = mine.clone()
         mine.zero_()
         for worker in workers:
-            mine.add_(own) if worker == rank else wire.add(arriving[worker], mine)
+            mine.add_(own if worker == rank else arriving[worker])
 
-    answers = {server: wire.message_for(part) for server, part in parts.items()}
-    answer = None if mine is None else wire.encode(mine)
+    answers = {server: links.message_for(part) for server, part in parts.items()}
+    answer = None if mine is None else links.encode(mine)
     transfer = links.exchange({} if answer is None else dict.fromkeys(others, answer), answers)
-    if mine is not None and answer is not None and not wire.is_exact:
-        wire.decode(answer, mine)  # what everybody else sees of it
+    if mine is not None and answer is not None and links.wire is not None:
+        mine.copy_(answer)  # what everybody else sees of it
     yield
     transfer.wait()
     for server, message in answers.items():
-        wire.decode(message, parts[server])
+        parts[server].copy_(message)

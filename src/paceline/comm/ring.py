@@ -14,24 +14,24 @@ def ring(values: Tensor, links: Links) -> None:
     a partial sum is rounded at each of its n - 1 hops; the whole sum is rounded once and every worker uses what the
     others see.
     """
-    order, wire = links.ring, links.wire
+    order = links.ring
     place, size = order.index(links.rank), len(order)
     following, preceding = order[(place + 1) % size], order[place - 1]
     parts = values.tensor_split(size)
 
     for hop in range(size - 1):
         leaving, arriving = parts[(place - hop) % size], parts[(place - hop - 1) % size]
-        message = wire.message_for(arriving)
-        links.exchange({following: wire.encode(leaving)}, {preceding: message}).wait()
-        wire.add(message, arriving)
+        message = links.message_for(arriving)
+        links.exchange({following: links.encode(leaving)}, {preceding: message}).wait()
+        arriving.add_(message)
 
     done = parts[(place + 1) % size]
-    message = wire.encode(done)
-    if not wire.is_exact:
-        wire.decode(message, done)
+    message = links.encode(done)
+    if links.wire is not None:
+        done.copy_(message)
     for hop in range(size - 1):
         part = parts[(place - hop) % size]
-        arriving_message = wire.message_for(part)
+        arriving_message = links.message_for(part)
         links.exchange({following: message}, {preceding: arriving_message}).wait()
-        wire.decode(arriving_message, part)
+        part.copy_(arriving_message)
         message = arriving_message

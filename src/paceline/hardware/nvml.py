@@ -36,18 +36,18 @@ SWITCHES = "switches"
 _MOST_NUMA_NODES = 1024
 
 
-class DriverProblem(Exception):  # noqa: N818 - it says what happened
-    """The driver, or its library, is missing or does not answer; says why."""
-
-
 class Nvml:
-    """The library, open."""
+    """The library, open; without the module or a driver it has no answers."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, problem: str) -> None:
         self.library = library
+        self.problem = problem
+        """Why it has no answers; empty: it has some."""
 
     def ask(self, question: str, *arguments: Any) -> Any:
         """The answer, or None where this library, driver or GPU has none."""
+        if self.problem:
+            return None
         try:
             return getattr(self.library, question)(*arguments)
         except (self.library.NVMLError, AttributeError):
@@ -65,17 +65,16 @@ class Nvml:
 
 @contextmanager
 def open_nvml(library: Any = None) -> Iterator[Nvml]:
-    """NVML for the time of a `with`. Raises `DriverProblem` without the module or a driver. `library`: what answers in
-    place of the module pynvml."""
+    """NVML for the time of a `with`. `library`: what answers in place of the module pynvml."""
+    problem = ""
     try:
         library = library or importlib.import_module("pynvml")
-    except ImportError:
-        raise DriverProblem("nvidia-ml-py is not installed") from None
-    try:
         library.nvmlInit()
-    except library.NVMLError as problem:
-        raise DriverProblem(str(problem)) from None
-    nvml = Nvml(library)
+    except ImportError:
+        problem = "nvidia-ml-py is not installed"
+    except library.NVMLError as reason:
+        problem = str(reason)
+    nvml = Nvml(library, problem)
     try:
         yield nvml
     finally:
@@ -93,27 +92,21 @@ class Gpus:
 
 def read_gpus(library: Any = None) -> Gpus:
     """The GPUs that NVML finds; none without the library or the driver."""
-    try:
-        with open_nvml(library) as nvml:
-            handles = nvml.handles()
-            devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
-            return Gpus(devices, _labels(nvml, handles, devices))
-    except DriverProblem:
-        return Gpus()
+    with open_nvml(library) as nvml:
+        handles = nvml.handles()
+        devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
+        return Gpus(devices, _labels(nvml, handles, devices))
 
 
 def gpu_use(library: Any = None) -> dict[int, GpuUse]:
     """What each program uses of this node's GPUs, by process id; empty without the library or the driver."""
-    try:
-        with open_nvml(library) as nvml:
-            found = {}
-            for index, handle in nvml.handles().items():
-                rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
-                for process in nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ():
-                    found[process.pid] = GpuUse(index, process.usedGpuMemory, rates and rates.gpu / 100)
-            return found
-    except DriverProblem:
-        return {}
+    found = {}
+    with open_nvml(library) as nvml:
+        for index, handle in nvml.handles().items():
+            rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
+            for process in nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ():
+                found[process.pid] = GpuUse(index, process.usedGpuMemory, rates and rates.gpu / 100)
+    return found
 
 
 def throttling(nvml: Nvml, handle: Any) -> list[str]:

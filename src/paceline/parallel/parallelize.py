@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, open_links
+from paceline.comm import ALGORITHMS, WIRE_DTYPES, Aggregator, open_links
 from paceline.comm.buckets import broadcast
 from paceline.errors import JobError, ModelError
 from paceline.parallel.copies import Copies
@@ -104,9 +104,9 @@ def set_up_aggregation(
         sizes = [len(node) for node in links.nodes]
         algorithm = automatic_algorithm(sizes, is_gloo=links.device.type == "cpu", wire=wire)
     notes: tuple[str, ...] = ()
-    if not WIRE_FORMATS[wire].is_exact:
+    if WIRE_DTYPES[wire] is not None:
         notes = (f"gradients are sent rounded to {wire}, so the result may depend on the number of workers",)
-    links = replace(links, wire=WIRE_FORMATS[wire], num_servers=min(plan.num_servers, links.world_size))
+    links = replace(links, wire=WIRE_DTYPES[wire], num_servers=min(plan.num_servers, links.world_size))
     aggregator = Aggregator(ALGORITHMS[algorithm], links, check_always=plan.debug_comm)
     return aggregator, algorithm, notes
 

@@ -23,7 +23,7 @@ from paceline import __version__, env
 from paceline.errors import reason_of
 from paceline.hardware.doctor import checks, gpus
 from paceline.hardware.doctor.checks import Finding, NameLookup, TorchFacts
-from paceline.hardware.nvml import DriverProblem, open_nvml
+from paceline.hardware.nvml import open_nvml
 from paceline.words import listing
 
 CONNECT_LIMIT_S, REACH_LIMIT_S = 3.0, 20.0
@@ -101,20 +101,15 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
 
 def check_gpus(torch: TorchFacts, library: Any = None) -> tuple[list[str], list[Finding]]:
     """The names of the GPUs, and what is wrong with them."""
-    names: list[str] = []
     found: list[Finding] = []
-    driver, problem = "", ""
-    try:
-        with open_nvml(library) as nvml:
-            driver, handles = nvml.text("nvmlSystemGetDriverVersion"), nvml.handles()
-            names = [nvml.text("nvmlDeviceGetName", handle) for handle in handles.values()]
-            for check in (gpus.check_peer_access, gpus.check_memory, gpus.check_speed, gpus.check_modes):
-                found += check(nvml, handles) if handles else []
-    except DriverProblem as reason:
-        problem = str(reason)
+    with open_nvml(library) as nvml:
+        driver, handles = nvml.text("nvmlSystemGetDriverVersion"), nvml.handles()
+        names = [nvml.text("nvmlDeviceGetName", handle) for handle in handles.values()]
+        for check in (gpus.check_peer_access, gpus.check_memory, gpus.check_speed, gpus.check_modes):
+            found += check(nvml, handles) if handles else []
     if names and torch.version and env.visible_gpus() != []:
         found = checks.check_cuda(torch, len(names)) + found
-    return names, checks.check_driver(len(names), max(num_gpus_on_bus(), len(names)), driver, problem) + found
+    return names, checks.check_driver(len(names), max(num_gpus_on_bus(), len(names)), driver, nvml.problem) + found
 
 
 def answer(folder: str, marker: str, peers: Sequence[str], port: int) -> dict[str, Any]:
