@@ -117,7 +117,7 @@ _RUN_FOLDER = {
     "plan.json": "how it was spread over devices",
     "record.json": "what happened",
     "metrics.jsonl": "a line of JSON for each logged step and each epoch, and every 50 steps how fast they were",
-    "workers.json": "while it trains: every worker's step, memory, processor time, and what it is doing",
+    "workers.json": "while it trains: every worker's step, memory, and what it is doing",
     "model.safetensors": "the final weights",
     "checkpoints/": "see [Checkpoints](../../checkpoints.md)",
     "logs/": "what each worker printed",

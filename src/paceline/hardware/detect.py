@@ -12,13 +12,13 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline import __version__, env
 from paceline.errors import ClusterError
 from paceline.hardware.datasheet import links_of_pairs
 from paceline.hardware.matrix import parse_matrix
-from paceline.hardware.nvml import Gpus, read_gpus
+from paceline.hardware.nvml import read_gpus
 from paceline.spec import Cluster, Device, Node
 
 SMI_LIMIT_S = 20.0
@@ -32,9 +32,9 @@ def detect() -> Cluster:
     num_cores, memory_bytes = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     node = Node(socket.gethostname(), num_cores, memory_bytes, env.cpu_name())
     if env.device_kind() != "cpu":
-        gpus = read_gpus()
-        text = printed_or_none(["nvidia-smi", "topo", "-m"], SMI_LIMIT_S) if len(gpus.devices) > 1 else None
-        with_all = with_gpus(node, gpus, text or "")
+        gpus, labels = read_gpus()
+        text = printed_or_none(["nvidia-smi", "topo", "-m"], SMI_LIMIT_S) if len(gpus) > 1 else None
+        with_all = with_gpus(node, gpus, labels, text or "")
         with_gpu = only_visible(with_all, env.visible_gpus())
         if with_gpu.devices:
             return Cluster((with_gpu,))
@@ -42,10 +42,10 @@ def detect() -> Cluster:
     return Cluster((node.with_cpu_workers(num_cores),))
 
 
-def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
-    """`node` with the GPUs that NVML found, network cards and the links between them. `matrix_text`: what `nvidia-smi
+def with_gpus(node: Node, gpus: Sequence[Device], labels: Mapping[tuple[str, str], str], matrix_text: str) -> Node:
+    """`node` with what `read_gpus` found, network cards and the links between them. `matrix_text`: what `nvidia-smi
     topo -m` prints; empty where it prints nothing."""
-    if not gpus.devices:
+    if not gpus:
         return node
     drawn, notes = Node("", 0, 0, ""), node.notes
     try:
@@ -54,14 +54,14 @@ def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
         notes += (f"What nvidia-smi topo -m printed was left aside: {problem}",)
     in_matrix = {device.label: device for device in drawn.devices}
     devices = []
-    for device in gpus.devices:  # NUMA node and cores: what NVML tells of them, or else the matrix
+    for device in gpus:  # NUMA node and cores: what NVML tells of them, or else the matrix
         beside = in_matrix.get(device.label, device)
         numa_node = beside.numa_node if device.numa_node is None else device.numa_node
         devices.append(dataclasses.replace(device, numa_node=numa_node, cpus=device.cpus or beside.cpus))
 
     def label_of(one: str, other: str) -> str:
         link = drawn.link(one, other)
-        return link.label if link else gpus.labels.get((one, other), "")
+        return link.label if link else labels.get((one, other), "")
 
     return dataclasses.replace(
         node,

@@ -9,7 +9,6 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -81,21 +80,13 @@ def open_nvml(library: Any = None) -> Iterator[Nvml]:
         nvml.ask("nvmlShutdown")
 
 
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs of this node, by PCI bus."""
-
-    devices: tuple[Device, ...] = ()
-    labels: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """The label of the link between each pair of `Device.label`, as far as the driver tells."""
-
-
-def read_gpus(library: Any = None) -> Gpus:
-    """The GPUs that NVML finds; none without the library or the driver."""
+def read_gpus(library: Any = None) -> tuple[tuple[Device, ...], dict[tuple[str, str], str]]:
+    """The GPUs that NVML finds, by PCI bus, none without the library or the driver; and the label of the link between
+    each pair of `Device.label`, as far as the driver tells."""
     with open_nvml(library) as nvml:
         handles = nvml.handles()
         devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
-        return Gpus(devices, _labels(nvml, handles, devices))
+        return devices, _labels(nvml, handles, devices)
 
 
 def gpu_use(library: Any = None) -> dict[int, GpuUse]:

@@ -77,7 +77,8 @@ class PlanInputs:
         return self.job.scaled_for(count) if self.request.grow == "batch" else self.job
 
     def layout(self, count: int) -> tuple[int, ...]:
-        """Workers on the only node if so many were timed there, else on the nodes in turn, then on more like them."""
+        """Workers on each node: all on the only one if so many were timed there, else the nodes are filled in turn, and
+        further ones like them."""
         if len(self.cluster.nodes) == 1 and any(row.workers_per_node == (count,) for row in self.timing.steps):
             return (count,)
         return workers_by_node(count, [len(node.devices) for node in self.cluster.nodes], self.devices_per_node)
@@ -224,9 +225,8 @@ def forecast(inputs: PlanInputs, devices: Sequence[int]) -> Forecast:
 def forecast_of_rows(
     name: str, measured: Sequence[StepRow], asked: Sequence[StepRow], request: ForecastRequest
 ) -> Forecast:
-    """The forecast of a table: a row for each step that is asked for, and for the one that speed-ups are over: with the
-    fewest devices of all, and of several such steps the fastest. Raises `JobError` where a row has an algorithm without
-    a cost formula.
+    """The forecast of a table: a row for each step in `asked`, and one for the base of speed-ups, which of the steps
+    with the fewest devices is the fastest. Raises `JobError` where a row has an algorithm without a cost formula.
 
     Args:
         measured, asked: one at least of both.
@@ -267,7 +267,7 @@ def _row(
     loader_s: float = 0.0,
     **known: Any,
 ) -> ForecastRow:
-    """A step beside the base.
+    """The row of a step, whose speed-up is over the base.
 
     Args:
         base_per_s: samples/s of one device of the base.

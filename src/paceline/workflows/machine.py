@@ -13,11 +13,12 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
-from paceline.errors import ClusterError, LaunchError, file_problems
+from paceline.errors import ClusterError, JobError, LaunchError, file_problems
 from paceline.hardware import detect, read_topology
 from paceline.plan.placement import pick as pick_devices
 from paceline.spec import Cluster, Node
 from paceline.spec.cluster import DeviceChoice
+from paceline.spec.codec import from_mapping
 from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def survey(nodes: Mapping[str, Transport], folder: Path) -> tuple[Finding, ...]:
     """What is wrong on nodes and between them; a doctor of its own looks at each."""
     from paceline.hardware.doctor.checks import Finding
     from paceline.hardware.doctor.cluster import ONE_ENVIRONMENT, NodeSurvey, check_nodes
-    from paceline.hardware.doctor.node import facts_of
+    from paceline.hardware.doctor.node import NodeFacts
 
     marker, port = "", 20_000 + secrets.randbelow(12_000)
 
@@ -142,10 +143,11 @@ def survey(nodes: Mapping[str, Transport], folder: Path) -> tuple[Finding, ...]:
         try:
             told = json.loads(nodes[node].output_of(program, ANSWER_LIMIT_S).splitlines()[-1])
             skew_s = told["time_s"] - time.time()
-            return NodeSurvey(facts_of(told["facts"]), skew_s, told["marker"] == Path(marker).name, told["unreachable"])
+            facts, sees_folder = from_mapping(NodeFacts, told["facts"]), told["marker"] == Path(marker).name
+            return NodeSurvey(facts, skew_s, sees_folder, told["unreachable"])
         except LaunchError as problem:
             return Finding("error", "node", str(problem), f"Try: ssh {node} hostname", node)
-        except (LookupError, TypeError, ValueError):
+        except (JobError, LookupError, TypeError, ValueError):
             return Finding("error", "node", f"{node} has another version of Paceline.", ONE_ENVIRONMENT, node)
 
     with ExitStack() as at_end, ThreadPoolExecutor(len(nodes)) as pool:

@@ -64,7 +64,7 @@ def prints(bin_dir: Path, script: str) -> None:
 
 def node_with(fake: FakeNvml, matrix: str = "") -> Node:
     """The node that detection makes of GPUs and a matrix."""
-    return with_gpus(BARE, read_gpus(fake), matrix)
+    return with_gpus(BARE, *read_gpus(fake), matrix)
 
 
 def labels(node: Node) -> dict[tuple[str, str], str]:
@@ -123,7 +123,7 @@ def test_a_gpu_is_busy_from_a_tenth_of_its_time_or_a_gibibyte_on(
         "nvmlDeviceGetUtilizationRates": lambda _: type("Rates", (), {"gpu": percent}),
         "nvmlDeviceGetMemoryInfo": lambda *_: type("Memory", (), {"total": 40 * GIB, "used": used_bytes}),
     }
-    (gpu,) = read_gpus(FakeNvml(1, known)).devices
+    (gpu,), _ = read_gpus(FakeNvml(1, known))
     assert bool(gpu.busy) == bool(words) and all(word in gpu.busy for word in words)
 
 

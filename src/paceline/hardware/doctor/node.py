@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,6 @@ class NodeFacts:
     """Its GPUs in words."""
     mtus: dict[str, int]
     """The largest packets of the interfaces that lead to the other nodes."""
-
-
-def facts_of(mapping: Mapping[str, Any]) -> NodeFacts:
-    """The facts that another node sent. Raises `TypeError` or `KeyError` where its version is another one."""
-    return NodeFacts(**{**mapping, "findings": tuple(Finding(**finding) for finding in mapping["findings"])})
 
 
 def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> NodeFacts:
