@@ -183,7 +183,7 @@ def in_words(kind: Any) -> str:
     """The values of a type, as a sentence or a table says them: "a whole number, at least 1"."""
     origin, args = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(json.dumps, args))}"
+        return f"one of {', '.join(repr(one).lower() if isinstance(one, bool) else repr(one) for one in args)}"
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(in_words(one) for one in args if one is not type(None)))
     if origin is Annotated:

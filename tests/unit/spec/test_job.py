@@ -107,7 +107,7 @@ def test_the_nearest_key_is_proposed(path: str, nearest: str) -> None:
         ("epochs", "3", ["'3'", "whole number"]),
         ("epochs", None, ["whole number"]),
         ("epochs", 2**80, ["at most"]),
-        ("compile", 1, ["True", "'max-autotune'"]),
+        ("compile", 1, ["true", "'max-autotune'"]),
         ("compile", "fast", ["'fast'"]),
         ("name", 3, ["text"]),
         ("name", "", ["1 to 200"]),
