@@ -26,8 +26,6 @@ from paceline.spec.cluster import JobTiming
 from paceline.spec.forecast import BoundBy, Forecast, ForecastRow, Grow, ModelCost, fastest_of_each_count
 from paceline.words import duration, number_of, size
 
-_MOST_ROWS_IN_FULL = 64
-"""A range up to here has a row for every count; beyond, four counts for each doubling."""
 _DISTURBED_SPREAD = 0.1
 """Steps of an idle machine vary less than by this part."""
 _CLEARLY_FASTER = 0.9
@@ -169,15 +167,6 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
         f"The cluster has no timed steps of the job '{job.name}' (it has timings of {timed}); run paceline probe JOB "
         "first."
     )
-
-
-def counts_between(first: int, last: int) -> list[int]:
-    """Every count of a small range; of a large one the first ones, then a few for each doubling; always the last."""
-    counts = list(range(first, min(last, first + _MOST_ROWS_IN_FULL - 1) + 1))
-    while counts[-1] < last:
-        step = max(1, (1 << (counts[-1].bit_length() - 1)) // 4)
-        counts.append(min(last, (counts[-1] // step + 1) * step))
-    return counts
 
 
 def forecast(inputs: PlanInputs, devices: Sequence[int]) -> Forecast:

@@ -15,6 +15,9 @@ from paceline.errors import JobError, shortened, shown
 from paceline.spec import codec
 from paceline.spec.job import MOST_WORKERS
 
+_MOST_IN_FULL = 64
+"""A range of so many device counts has all of them."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -70,19 +73,19 @@ def field_meanings(table: type) -> dict[str, str]:
 
 
 def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
-    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out. Raises `JobError` for
-    something else; it has the argument's `name`."""
+    """Numbers, or a text such as "1..4,8", ascending and once each; of a long range the first 64, then four for each
+    doubling, and the last. Raises `JobError` for something else; it has the argument's `name`."""
     counts: set[int] = set()
     for part in (given if isinstance(given, str) else ",".join(map(str, given))).split(","):
         ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:\.\.\s*([0-9]{1,9})\s*)?", part)
         first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
         if not 1 <= first <= last <= MOST_WORKERS:
             raise JobError(f"{name} = {shortened(str(given))} should be counts such as 1,2,4 or a range such as 1..64.")
-        counts.add(first)
-        if first < last:
-            from paceline.plan.forecast import counts_between  # NumPy
-
-            counts.update(counts_between(first, last))
+        own = list(range(first, min(last, first + _MOST_IN_FULL - 1) + 1))
+        while own[-1] < last:
+            step = max(1, (1 << (own[-1].bit_length() - 1)) // 4)
+            own.append(min(last, (own[-1] // step + 1) * step))
+        counts.update(own)
     return sorted(counts)
 
 
