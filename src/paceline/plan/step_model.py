@@ -379,7 +379,7 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
     lows, highs = np.quantile(measurements, (0.05, 0.95), axis=0)
     # The parts of a forecast are mean fractions of the same samples, so that they add up.
     computing, waited, sending = (
-        (weights * np.minimum(seconds, parts.total_s) / parts.total_s).sum(axis=0) * totals
+        np.minimum((weights * np.minimum(seconds, parts.total_s) / parts.total_s).sum(axis=0), 1.0) * totals
         for seconds in (parts.compute_s, parts.slowest_s, parts.communication_s)
     )
     waiting = np.maximum(waited - computing, 0.0)

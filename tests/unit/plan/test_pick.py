@@ -170,14 +170,14 @@ NICS = (["SYS"], ["PXB"], ["PIX"], ["SYS"])
     ],
 )
 def test_ties_are_broken_in_the_documented_order(node: Node, devices: tuple[int, ...]) -> None:
-    assert pick(node, 2).devices == devices
+    assert tuple(sorted(pick(node, 2).ring.devices)) == devices
 
 
 def test_no_pair_across_sockets_goes_before_the_bandwidth_of_the_ring() -> None:
     """0-1-2-3 is a ring of fast links with slow SYS diagonals; 4 … 7 are joined by slower links, all of them."""
     fast, slow = {(0, 1), (1, 2), (2, 3), (0, 3)}, set(combinations(range(4, 8), 2))
     matrix = {pair: "NV2" if pair in fast else "PIX" if pair in slow else "SYS" for pair in combinations(range(8), 2)}
-    assert pick(node_of(matrix, 8), 4).devices == (4, 5, 6, 7)
+    assert sorted(pick(node_of(matrix, 8), 4).ring.devices) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("count", [6, 8])
@@ -198,7 +198,7 @@ def test_of_many_devices_those_of_one_group_are_chosen_without_trying_all_rings(
 
 def test_busy_gpus_are_left_out() -> None:
     node = node_of(ALIKE, 4, busy=(1,))
-    assert pick(node, 3).devices == (0, 2, 3)
+    assert sorted(pick(node, 3).ring.devices) == [0, 2, 3]
     assert any("GPU1" in note or "GPU 1" in note for note in paceline.topo(Cluster((node,))).node.notes)
 
 
