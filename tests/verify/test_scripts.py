@@ -26,10 +26,7 @@ STATES = cases_of(State) | {
 """Ways in which a loss function or a model keeps state from call to call."""
 OTHERS = {name: kind for name, kind in MISTAKES.items() if name not in STATES}
 _SAME_AGAIN = "not shown: a worker that is alone computes the same again, and learns what it learns alone"
-NOT_SHOWN_ALONE = {
-    "the_first_loss_as_the_unit_of_all": _SAME_AGAIN,
-    "a_cache_by_the_number_of_samples": _SAME_AGAIN,
-}
+NOT_SHOWN_ALONE = {"the_first_loss_as_the_unit_of_all": _SAME_AGAIN, "a_cache_by_the_number_of_samples": _SAME_AGAIN}
 
 
 def _expected(names: Mapping[str, type[Script]], not_shown: dict[str, str]) -> list[Any]:

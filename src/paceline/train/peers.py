@@ -240,10 +240,11 @@ class Watch:
         )
 
     def _end(self, hang: Hang, states: Sequence[WorkerState]) -> None:
-        """Report the hang, or leave that to who is nearer, and end the culprits on this node."""
+        """Report the hang, or leave that to who is nearer, if possible no culprit, and end culprits on this node."""
+        self._is_over.set()
         host = next(state.hostname for state in states if state.rank == hang.culprits[0])
         awake = [one for one in states if one.local_rank < 2 and (one.heartbeat_age_s or 0.0) < STALE_S]
-        nearest = min(awake, key=lambda one: (one.hostname != host, one.rank), default=None)
+        nearest = min(awake, key=lambda one: (one.hostname != host, one.rank in hang.culprits, one.rank), default=None)
         here = [one for one in states if one.rank in hang.culprits and one.hostname == self._hostname]
         if nearest is None or nearest.rank == self._facts.rank:
             stacks = {one.rank: self._stacks_of(one) for one in here}
@@ -252,7 +253,6 @@ class Watch:
             deadline = time.monotonic() + OTHERS_S
             while not self._is_reported() and time.monotonic() < deadline:
                 time.sleep(0.05)
-        self._is_over.set()
         for one in sorted(here, key=lambda one: one.pid == os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGKILL)
@@ -335,7 +335,7 @@ class Watch:
             facts, values = {"what": failure.told, "world_size": world_size}, {"evidence": failure.traceback}
             self._publish(report_of("exception", states or [own], (rank,), facts, noticed_at=failure.time, **values))
         deadline = time.monotonic() + OTHERS_S
-        while failure.is_consequence and time.monotonic() < deadline:
+        while failure.is_consequence and not self._is_over.is_set() and time.monotonic() < deadline:
             states = [self._as_of_now(state) for state in self.states]
             gone = [one for one in states if one.rank != rank and self._is_gone(one)]
             if self._is_reported():  # looked at last: who raises reports before it is gone
