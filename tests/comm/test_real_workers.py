@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.comm.asynchronous import AsynchronousWorker
 from paceline.errors import PeerLost
 from paceline.spec import AlgorithmName
 from paceline.train.process_group import GLOO_THREAD
+from tests.kit.train import StreamOf
 from tests.kit.workers import in_turn, join_world, run_ranks
 from tests.unit.data.reading import Numbers, numbers_in, read_batches
 
@@ -97,7 +97,7 @@ def _threads_after_rounds(folder: Path) -> list[int]:
             with paceline.init(**init, **keys, progress=False) as run:
                 model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
                 model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-                for batch in run.batches(TensorDataset(_inputs()) if keys else _Stream()):
+                for batch in run.batches(TensorDataset(_inputs()) if keys else StreamOf([(row,) for row in _inputs()])):
                     run.step(batch, _linear_loss)
             if "mesh" in plan:
                 fully_sharded.append(model)
@@ -109,11 +109,6 @@ def _threads_after_rounds(folder: Path) -> list[int]:
             with contextlib.suppress(OSError):  # another one may be ending
                 counted[-1] += (thread / "comm").read_text().strip() == GLOO_THREAD
     return counted
-
-
-class _Stream(IterableDataset[tuple[Tensor]]):
-    def __iter__(self) -> Iterator[tuple[Tensor]]:
-        return iter([(row,) for row in _inputs()])
 
 
 def test_a_process_with_many_runs_has_the_threads_of_one(tmp_path: Path) -> None:

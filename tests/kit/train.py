@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import paceline
 from tests.kit.engines import Engine
@@ -43,6 +43,16 @@ class _Numbered(Dataset[Any]):
 
     def __getitem__(self, number: int) -> tuple[Any, ...]:
         return (*self._data[number], number)
+
+
+class StreamOf(IterableDataset[Any]):
+    """Samples, one after the other."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self._samples)
 
 
 def init(engine: Engine, task: Task, **options: Any) -> paceline.Run:

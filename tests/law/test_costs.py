@@ -1,7 +1,7 @@
 """What a worker sends in a step, what it holds, and what it asks of torch: the table of docs/strategies.md, in bytes.
 
 Bytes are counted by the kernel, for each TCP connection of a worker. There is one virtual shard for each worker that
-divides the batch, so a step is one pass; stages have four.
+divides the batch, so a step is one pass; stages have four, and so has zero1, which sends once a step.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ COSTS = {
 def measure(engine: Engine) -> Costs:
     """Train `TASK`, and see what this worker sends and holds."""
     num_shards = engine.mesh.get("dp", 1) * engine.mesh.get("fsdp", 1) if engine.mesh else engine.num_workers
-    num_shards = 4 if engine.has_stages else num_shards
+    num_shards = 4 if engine.has_stages or engine.mesh.get("zero_stage") == 1 else num_shards
     sent = []
     with init(engine, TASK, virtual_shards=num_shards) as run:
         prepare(run, engine, TASK)

@@ -414,6 +414,10 @@ def _in_two_dtypes(_rank: int) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).bfloat16())
 
 
+def _counting(_rank: int) -> nn.Module:
+    return _Masked()
+
+
 class _CountingReads(Dataset[Any]):
     """Samples that depend on how many were read before."""
 
@@ -445,6 +449,7 @@ def _end_of(
     has_own_order: bool = False,
     changes_weights: bool = False,
     gets_weights: bool = False,
+    example: Any = None,
     **job: Any,
 ) -> tuple[int, str]:
     """How many steps are made, and why there are no more."""
@@ -453,7 +458,7 @@ def _end_of(
         with _init(**job) as run:
             model = nn.Linear(2, 1) if model_of is None else model_of(run.rank)
             optimizer = optimizer_of(model.parameters())
-            run.prepare(model, optimizer, scheduler=scheduler_of and scheduler_of(optimizer))
+            run.prepare(model, optimizer, scheduler=scheduler_of and scheduler_of(optimizer), example=example)
             if gets_weights:
                 model.weight = nn.Parameter(torch.ones(1, 2))
                 optimizer.add_param_group({"params": [model.weight]})
@@ -477,6 +482,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "samples that count how often they are read": ({"data": _CountingReads()}, 3, ("ample",)),
     "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
     "weights in the place of those that were prepared": ({"gets_weights": True}, 1, ("differ", "run.prepare")),
+    "a count of calls in a pipeline": (
+        {"model_of": _counting, "strategy": "pp", "example": torch.ones(2, 2)},
+        0,
+        ("buffers (count)", "use dp"),
+    ),
     "a block of two dtypes in shards": (
         {"model_of": _in_two_dtypes, "strategy": "fsdp"},
         0,

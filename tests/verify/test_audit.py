@@ -11,23 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import ModelError
+from tests.kit.train import StreamOf
 from tests.kit.workers import run_ranks
 
 NUM_SHARDS, NUM_STEPS = 4, 6
-
-
-class _Stream(IterableDataset[Any]):
-    """The samples of a set, one after the other."""
-
-    def __init__(self, data: TensorDataset) -> None:
-        self._data = data
-
-    def __iter__(self) -> Any:
-        return iter(self._data)
 
 
 def _calls(
@@ -56,7 +47,7 @@ def _calls(
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
         found = []
-        for batch in run.batches(_Stream(data) if is_stream else data):
+        for batch in run.batches(StreamOf(data) if is_stream else data):
             calls = 0
             run.step(batch, loss_fn)
             found.append(calls)
