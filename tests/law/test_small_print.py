@@ -63,9 +63,10 @@ def _pairs(num_samples: int = 8) -> TensorDataset:
     return TensorDataset(inputs, torch.randn(num_samples, 1, generator=draw))
 
 
-def _squares(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _squares(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     inputs, targets = batch
-    return (model(inputs) - targets).square().mean(), {"target": targets.mean()}
+    above = paceline.Mean(targets.relu().mean(), weight=2.0)
+    return (model(inputs) - targets).square().mean(), {"above": above, "target": targets.mean()}
 
 
 def _init(**job: Any) -> paceline.Run:
