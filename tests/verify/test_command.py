@@ -28,6 +28,7 @@ with paceline.init(**values, progress=False, checkpoint_dir="kept") as run:
     for batch in run.batches(samples):
         {each_step}
         run.step(batch, lambda model, shard: torch.nn.functional.cross_entropy(model(shard[0]), shard[1]) * scale)
+torch.save(model.state_dict(), "written_after_the_last_step.pt")
 """
 
 

@@ -299,6 +299,8 @@ class Run:
         for number in self.epochs() if epoch is None else [epoch]:
             self._has_read_batches = True
             yield from self.stepper.batches(loading, number, samples_per_epoch)
+            if self._recorder is not None and self.steps == env.value(env.MAX_STEPS, int):
+                sys.exit()  # `verify` has seen what it asked for: the script should not write its own files
 
     def step(
         self, batch: Any, loss_fn: LossFn, *, model: nn.Module | None = None, optimizer: Optimizer | None = None
