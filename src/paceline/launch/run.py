@@ -169,7 +169,7 @@ def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
     report = describe_failure(run_dir, loss)
     if report is None:
         why = told or f"{first.transport.python} ended with exit code {exit_code}"
-        what = f"Nothing tells in {run_dir} how workers failed" if read_notes(run_dir) else "Nothing runs"
+        what = f"Workers failed without a note in {run_dir}" if read_notes(run_dir) else "Nothing runs"
         return LaunchError(f"{what} on {', '.join(first.transport.hostnames) or 'this node'}: {why}.")
     saved = report.save(run_dir)
     if report.is_user_error:
