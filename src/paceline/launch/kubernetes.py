@@ -69,7 +69,7 @@ def manifest(
     if memory_bytes is not None:
         limits["memory"] = f"{math.ceil(memory_bytes / (1 << 20))}Mi"
     requests = {"cpu": str(workers_per_pod * cpus_per_worker), **limits}
-    # It expands $(NAME) in commands and variables, and reads $$ as $.
+    # Kubernetes expands $(NAME) in commands and variables, and reads $$ as $.
     values = {
         "name": name,
         "port": PORT,

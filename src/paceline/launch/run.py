@@ -155,7 +155,7 @@ def run_workers(
 
 
 def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
-    """The error that a run ends with; `first`: the first agent that ended with one. No start needs what is loaded."""
+    """The error that a run ends with; `first`: the first agent that ended with one. No start loads what tells it."""
     from paceline.diagnosis.failures import NodeLoss, describe_failure, read_notes, signal_name, silent_node
 
     told, exit_code = first.told, first.exit_code or 0

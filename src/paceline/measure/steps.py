@@ -21,11 +21,10 @@ from paceline.measure.probe import ANSWER_FILE, REQUEST_FILE, StepsProbe, StepsR
 from paceline.object_collectives import broadcast_object
 from paceline.spec import Job
 from paceline.train.loop import data_facts, training_loss
+from paceline.train.meters import WARMUP_STEPS
 from paceline.train.optim import build_optimizer
 from paceline.train.run import Run, init
 
-_NUM_WARMUP_STEPS = 3
-"""Steps that are not counted, neither by a run's timer: they make connections, lay out buckets and fill caches."""
 _MOST_STEPS = 60
 _TENTHS_SIGMAS = 2.563
 """Standard deviations between the 10th and the 90th percentile of a normal quantity."""
@@ -56,14 +55,14 @@ def _time_steps(run: Run, job: Job, train_set: Any, budget_s: float) -> TimedSte
     loss_fn, step_s = training_loss(job.optim), 0.0
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
-    began, num_wanted = time.perf_counter(), _NUM_WARMUP_STEPS + 1
+    began, num_wanted = time.perf_counter(), WARMUP_STEPS + 1
     for number, batch in enumerate(run.batches(train_set), 1):
         run.step(batch, loss_fn)
-        if number <= _NUM_WARMUP_STEPS + 1:
+        if number <= WARMUP_STEPS + 1:
             _settle(run.device)
             now = time.perf_counter()
             began, step_s = now, now - began
-        if number == _NUM_WARMUP_STEPS + 1:
+        if number == WARMUP_STEPS + 1:
             left = min(_MOST_STEPS, int(budget_s / step_s) - number)
             num_wanted = number + broadcast_object(max(0, left), run.world.group)
         if number >= num_wanted:

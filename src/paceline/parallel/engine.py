@@ -224,7 +224,7 @@ class Engine:
         for number in range(num_passes):
             shard, is_last = first + number, number == num_passes - 1
             is_own = shard < stop
-            layout.begin_pass(self.module, is_last=is_last, counts=is_own)
+            layout.begin_pass(self.module, is_last=is_last, is_own=is_own)
             others = [] if is_own else [passes.model, *[one.model for one in step.companions]]
             with frozen_batch_norms(*others):  # the backward pass too, in which layers may be computed again
                 if is_own:

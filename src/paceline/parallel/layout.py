@@ -53,9 +53,9 @@ class Layout:
         start, stop = assignment.own
         return stop - start
 
-    def begin_pass(self, stage: nn.Module, *, is_last: bool, counts: bool = True) -> None:
-        """Before a backward pass through these layers; `is_last`: of this step; `counts`: of a
-        shard, not of a stand-in."""
+    def begin_pass(self, stage: nn.Module, *, is_last: bool, is_own: bool = True) -> None:
+        """Before a backward pass through these layers; `is_last`: of this step; `is_own`: of a shard of this worker,
+        not of a stand-in."""
 
     def end_passes(self) -> None:
         """After the step's last backward pass, before replicas have added their gradients up."""

@@ -128,8 +128,8 @@ class SpreadLayout(Layout):
             return super().num_passes(assignment)
         return max(stop - start for start, stop in assignment.shards_of_rank)
 
-    def begin_pass(self, stage: nn.Module, *, is_last: bool, counts: bool = True) -> None:
-        self._noted = self._used if counts else set()
+    def begin_pass(self, stage: nn.Module, *, is_last: bool, is_own: bool = True) -> None:
+        self._noted = self._used if is_own else set()
         # ZeRO 1 adds gradients up once a step, 2 and 3 after every pass.
         if self.axes.mesh.zero_stage == 1 and not self._keeps_whole_gradients:
             for sharded in sharded_modules(stage):

@@ -219,7 +219,7 @@ def _on_worker(
             activations = min(kept + layer.activation_bytes, whole) + layer.moment_bytes
             moments.append((activations, moving + of_root + waiting + (before + size if is_gathered else beside)))
             kept, whole, of_root = kept - its_kept, whole - layer.activation_bytes, root if is_gathered else 0.0
-            waiting += (layer.root_bytes if scatters else 0.0) + (tied and layer.tied_bytes)
+            waiting += (layer.root_bytes if scatters else 0.0) + (layer.tied_bytes if tied else 0.0)
         if scatters:  # forward copies parameters out, beside the message before; backward gradients into their message
             beside, following = beside - size, size
             moments.append((kept, 2 * size + before + of_root + waiting + (0.0 if is_gathered else beside)))

@@ -108,7 +108,8 @@ def _events(folder: Path, lines: Sequence[Fields], record: Fields, failure: Fiel
             yield _number(earlier, "noticed_at") or 0.0, f"{earlier.get('sentence')} The run was started again."
     for line in lines:
         if "epoch" in line and "time" in line:
-            yield float(line["time"]), f"Epoch {line['epoch']}: train loss {_number(line, 'train_loss') or 0.0:.4g}."
+            loss = _number(line, "train_loss") or 0.0
+            yield _number(line, "time") or 0.0, f"Epoch {line['epoch']}: train loss {loss:.4g}."
     if failure:
         yield _number(failure, "noticed_at") or 0.0, str(failure.get("sentence"))
     if record:

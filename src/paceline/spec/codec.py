@@ -196,8 +196,9 @@ def in_words(kind: Any) -> str:
 
 
 _LISTS: tuple[Any, ...] = (tuple, Sequence, Iterable)
-_BOUNDS, _LARGEST_BOUND = {"low": "at least", "above": "above", "high": "at most", "below": "below"}, 2**20
-"""How bounds are said; those beyond the largest one are those that nobody meets."""
+_BOUNDS = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
+_LARGEST_BOUND = 2**20
+"""Nobody meets a larger one: it is not said."""
 _WORDS: dict[Any, str] = {
     **dict.fromkeys(_LISTS, "a list"),
     dict: "a table",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.train.run import Run
 
 # The first steps warm caches and allocators; a median over a window of later ones is what lasts.
-_WARMUP_STEPS = 3
+WARMUP_STEPS = 3
 _WINDOW_STEPS = 2000
 
 # Gradient noise changes slowly, and norms in every step would cost 3 % of the time of a small model.
@@ -70,7 +70,7 @@ class StepTimer:
         total_s, self._since = now - self._since, now
         self.train_s += total_s
         self._steps += 1
-        if self._steps > _WARMUP_STEPS:
+        if self._steps > WARMUP_STEPS:
             self._unread.append((total_s, self._data_s, communication))
         self._data_s = 0.0  # a second step on the same batch waits for none
         # Marks on a GPU's time line are read two steps late, when they are surely past: reading never stalls it.

@@ -393,10 +393,12 @@ def tell_failures(facts: env.WorkerFacts) -> None:
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's agent ends all workers as soon as one has failed
-        failure, note = _failure(error), failure_path(own_file(), os.getpid())
-        with contextlib.suppress(OSError):
-            replace_text(note, json.dumps(asdict(failure)))
-        if not (has_agent and note.exists()):
+        failure, is_noted = _failure(error), False
+        if has_agent:
+            with contextlib.suppress(OSError):
+                replace_text(failure_path(own_file(), os.getpid()), json.dumps(asdict(failure)))
+                is_noted = True
+        if not is_noted:
             traceback.print_exception(error, file=sys.__stderr__)
             for watch in _watches:  # the store of a stopped rank 0 answers nobody, ever
                 telling = threading.Thread(target=watch.tell, args=(failure,), daemon=True)
